@@ -1,0 +1,190 @@
+"""A `Backend` for any namespace of the Python array API standard.
+
+`ArrayApiBackend` uses only what the standard names and never writes to an array, so it serves
+strict and immutable libraries alike. `MutableArrayApiBackend` adds grouped products that write each
+expert's rows into one result, for libraries whose arrays take slice assignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
+
+from ruda.backend import Backend
+from ruda.dtypes import DType
+from ruda.experts import segments
+from ruda.options import ExpertStrategy
+from ruda.tensors import F, I, L
+
+A = TypeVar("A")
+
+
+class ArrayApiBackend(Backend[F, I, L]):
+    """Every required operation, through the namespace `xp`."""
+
+    xp: ClassVar[Any]
+
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device if device is not None else self.devices()[0]
+
+    def _dtype(self, dtype: DType) -> Any:
+        """The namespace's own object for a dtype."""
+        return getattr(self.xp, dtype.value)
+
+    @property
+    def _index_dtype(self) -> Any:
+        return self.xp.int64
+
+    def devices(self) -> list[str]:
+        """One device, the host, unless a subclass knows more."""
+        return ["cpu"]
+
+    def shape(self, tensor: F | I, /) -> tuple[int, ...]:
+        array: Any = tensor
+        return tuple(array.shape)
+
+    def dtype_name(self, tensor: F | I, /) -> str:
+        array: Any = tensor
+        return str(array.dtype).rpartition(".")[2]
+
+    def device_of(self, tensor: F | I, /) -> str:
+        return self.device
+
+    def from_numpy(self, array: Any, /) -> Any:
+        return self.xp.asarray(array, copy=True)
+
+    def full(self, shape: tuple[int, ...], value: float, dtype: DType, /) -> F:
+        result: F = self.xp.full(shape, value, dtype=self._dtype(dtype))
+        return result
+
+    def arange(self, stop: int, /) -> I:
+        result: I = self.xp.arange(stop, dtype=self._index_dtype)
+        return result
+
+    def cast(self, tensor: F, dtype: DType, /) -> F:
+        result: F = self.xp.astype(tensor, self._dtype(dtype), copy=False)
+        return result
+
+    def index(self, ids: I, limit: int, /) -> I:
+        # A uint64 beyond int64 wraps to a negative number: outside either way.
+        wide = self.xp.astype(ids, self._index_dtype, copy=False)
+        inside = (wide >= 0) & (wide < limit)
+        result: I = self.xp.where(inside, wide, self.xp.full_like(wide, -1))
+        return result
+
+    def reshape(self, tensor: A, shape: tuple[int, ...], /) -> A:
+        result: A = self.xp.reshape(tensor, shape)
+        return result
+
+    def transpose(self, matrix: F, /) -> F:
+        result: F = self.xp.permute_dims(matrix, (1, 0))
+        return result
+
+    def concat(self, tensors: Sequence[A], /) -> A:
+        result: A = self.xp.concat(tensors, axis=0)
+        return result
+
+    def take_rows(self, tensor: A, rows: I, /) -> A:
+        result: A = self.xp.take(tensor, rows, axis=0)
+        return result
+
+    def add_rows(self, target: F, rows: I, values: F, /) -> F:
+        # A gather per round, one round for each repetition of a row.
+        xp = self.xp
+        length, repeats = self.shape(target)[0], self.shape(rows)[0]
+        if not length or not repeats:
+            return target
+        order = xp.argsort(rows, stable=True)
+        ordered = xp.take(rows, order, axis=0)
+        row = xp.arange(length, dtype=ordered.dtype)
+        first = xp.searchsorted(ordered, row)
+        past = xp.searchsorted(ordered, row, side="right")
+        trailing = (1,) * (len(self.shape(target)) - 1)
+        for repeat in range(int(xp.max(past - first))):
+            place = first + repeat
+            hit = xp.reshape(place < past, (length, *trailing))
+            readable = xp.where(place < past, place, xp.zeros_like(place))
+            value = xp.take(values, xp.take(order, readable, axis=0), axis=0)
+            target = xp.where(hit, target + value, target)
+        return target
+
+    def where(self, mask: L, a: A | float, b: A | float, /) -> A:
+        result: A = self.xp.where(mask, a, b)
+        return result
+
+    def stable_argsort(self, keys: F | I, /) -> I:
+        result: I = self.xp.argsort(keys, axis=-1, stable=True)
+        return result
+
+    def counts(self, ids: I, length: int, /) -> I:
+        ordered = self.xp.sort(ids)
+        edges = self.xp.searchsorted(ordered, self.xp.arange(length + 1, dtype=ordered.dtype))
+        result: I = self.xp.astype(edges[1:] - edges[:-1], self._index_dtype, copy=False)
+        return result
+
+    def cumulative_sum(self, values: I, /) -> I:
+        result: I = self.xp.cumulative_sum(values, axis=0, dtype=self._index_dtype)
+        return result
+
+    def sum(self, tensor: A, /, *, axis: int, keepdims: bool = False) -> A:
+        array: Any = tensor
+        result: A = self.xp.sum(array, axis=axis, keepdims=keepdims, dtype=array.dtype)
+        return result
+
+    def max(self, tensor: F, /, *, axis: int, keepdims: bool = False) -> F:
+        result: F = self.xp.max(tensor, axis=axis, keepdims=keepdims)
+        return result
+
+    def exp(self, tensor: F, /) -> F:
+        result: F = self.xp.exp(tensor)
+        return result
+
+    def log1p(self, tensor: F, /) -> F:
+        result: F = self.xp.log1p(tensor)
+        return result
+
+    def sqrt(self, tensor: F, /) -> F:
+        result: F = self.xp.sqrt(tensor)
+        return result
+
+    def matmul(self, a: F, b: F, /) -> F:
+        result: F = self.xp.matmul(a, b)
+        return result
+
+
+class MutableArrayApiBackend(ArrayApiBackend[F, I, L]):
+    """Grouped products into one preallocated result: no list of parts, no second copy."""
+
+    def _empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        return self.xp.empty(shape, dtype=self._dtype(dtype))
+
+    def grouped_matmul(
+        self, x: F, weight: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
+    ) -> F:
+        compute = self.dtype(weight).compute
+        result = self._empty((self.shape(x)[0], self.shape(weight)[1]), dtype)
+        for expert, start, stop in segments(self, offsets):
+            matrix = self.transpose(self.cast(weight[expert], compute))
+            result[start:stop] = self.matmul(self.cast(x[start:stop], compute), matrix)
+        return result  # type: ignore[no-any-return]
+
+    def grouped_matmul_transposed(
+        self, x: F, weight: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
+    ) -> F:
+        compute = self.dtype(weight).compute
+        result = self._empty((self.shape(x)[0], self.shape(weight)[2]), dtype)
+        for expert, start, stop in segments(self, offsets):
+            matrix = self.cast(weight[expert], compute)
+            result[start:stop] = self.matmul(self.cast(x[start:stop], compute), matrix)
+        return result  # type: ignore[no-any-return]
+
+    def grouped_weight_gradient(
+        self, dy: F, x: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
+    ) -> F:
+        experts = self.shape(offsets)[0] - 1
+        shape = (experts, self.shape(dy)[1], self.shape(x)[1])
+        result: Any = self.xp.zeros(shape, dtype=self._dtype(dtype))
+        for expert, start, stop in segments(self, offsets):
+            rows = self.transpose(self.cast(dy[start:stop], dtype))
+            result[expert] = self.matmul(rows, self.cast(x[start:stop], dtype))
+        return result  # type: ignore[no-any-return]
