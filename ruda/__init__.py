@@ -39,6 +39,7 @@ from ruda.options import (
     Request,
     RouterScoring,
     RouterWeightOptions,
+    Selection,
     SoftmaxSelection,
 )
 from ruda.records import (
@@ -94,6 +95,7 @@ __all__ = [
     "Request",
     "RouterScoring",
     "RouterWeightOptions",
+    "Selection",
     "SelectionError",
     "ShapeError",
     "SoftmaxSelection",

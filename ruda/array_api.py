@@ -164,8 +164,8 @@ class MutableArrayApiBackend(ArrayApiBackend[F, I, L]):
         compute = self.dtype(weight).compute
         result = self._empty((self.shape(x)[0], self.shape(weight)[1]), dtype)
         for expert, start, stop in segments(self, offsets):
-            matrix = self.transpose(self.cast(weight[expert], compute))
-            result[start:stop] = self.matmul(self.cast(x[start:stop], compute), matrix)
+            matrix = self.transpose(self.cast(weight[expert, :, :], compute))
+            result[start:stop, :] = self.matmul(self.cast(x[start:stop, :], compute), matrix)
         return result  # type: ignore[no-any-return]
 
     def grouped_matmul_transposed(
@@ -174,8 +174,8 @@ class MutableArrayApiBackend(ArrayApiBackend[F, I, L]):
         compute = self.dtype(weight).compute
         result = self._empty((self.shape(x)[0], self.shape(weight)[2]), dtype)
         for expert, start, stop in segments(self, offsets):
-            matrix = self.cast(weight[expert], compute)
-            result[start:stop] = self.matmul(self.cast(x[start:stop], compute), matrix)
+            matrix = self.cast(weight[expert, :, :], compute)
+            result[start:stop, :] = self.matmul(self.cast(x[start:stop, :], compute), matrix)
         return result  # type: ignore[no-any-return]
 
     def grouped_weight_gradient(
@@ -185,6 +185,6 @@ class MutableArrayApiBackend(ArrayApiBackend[F, I, L]):
         shape = (experts, self.shape(dy)[1], self.shape(x)[1])
         result: Any = self.xp.zeros(shape, dtype=self._dtype(dtype))
         for expert, start, stop in segments(self, offsets):
-            rows = self.transpose(self.cast(dy[start:stop], dtype))
-            result[expert] = self.matmul(rows, self.cast(x[start:stop], dtype))
+            rows = self.transpose(self.cast(dy[start:stop, :], dtype))
+            result[expert, :, :] = self.matmul(rows, self.cast(x[start:stop, :], dtype))
         return result  # type: ignore[no-any-return]

@@ -76,8 +76,8 @@ def grouped_matmul(
     compute = backend.dtype(weight_ENK).compute
     products: list[F] = []
     for expert, start, stop in segments(backend, offsets):
-        x: F = x_RK[start:stop]
-        weight_NK: F = weight_ENK[expert]
+        x: F = x_RK[start:stop, :]
+        weight_NK: F = weight_ENK[expert, :, :]
         weight_KN = backend.transpose(backend.cast(weight_NK, compute))
         product = backend.matmul(backend.cast(x, compute), weight_KN)
         products.append(backend.cast(product, dtype))
@@ -99,8 +99,8 @@ def grouped_matmul_transposed(
     compute = backend.dtype(weight_ENK).compute
     products: list[F] = []
     for expert, start, stop in segments(backend, offsets):
-        x: F = x_RN[start:stop]
-        weight_NK: F = weight_ENK[expert]
+        x: F = x_RN[start:stop, :]
+        weight_NK: F = weight_ENK[expert, :, :]
         product = backend.matmul(backend.cast(x, compute), backend.cast(weight_NK, compute))
         products.append(backend.cast(product, dtype))
     if not products:
@@ -130,8 +130,8 @@ def grouped_weight_gradient(
             slabs.append(zero)
             continue
         start, stop = rows_of[expert]
-        dy: F = dy_RN[start:stop]
-        x: F = x_RK[start:stop]
+        dy: F = dy_RN[start:stop, :]
+        x: F = x_RK[start:stop, :]
         slab = backend.matmul(backend.transpose(backend.cast(dy, dtype)), backend.cast(x, dtype))
         slabs.append(backend.reshape(slab, shape))
     return backend.concat(slabs)
