@@ -153,7 +153,23 @@ class ArrayApiBackend(Backend[F, I, L]):
 
 
 class MutableArrayApiBackend(ArrayApiBackend[F, I, L]):
-    """Grouped products into one preallocated result: no list of parts, no second copy."""
+    """For NumPy and its likes: products into one preallocated result, casts that round once."""
+
+    def cast(self, tensor: F, dtype: DType, /) -> F:
+        # ml_dtypes goes from float64 to bfloat16 by way of float32.
+        if dtype is DType.BFLOAT16 and self.dtype_name(tensor) == "float64":
+            return super().cast(self._to_odd_float32(tensor), dtype)
+        return super().cast(tensor, dtype)
+
+    def _to_odd_float32(self, tensor: Any) -> Any:
+        """Float64 to float32 so that a further rounding, to 16 bits, is as if it were the only one.
+
+        What is not exact is cut off, and its last bit set: it can then be no tie.
+        """
+        near = self.xp.astype(tensor, self.xp.float32)
+        inexact, outward = near != tensor, abs(near) > abs(tensor)
+        bits = near.view("int32") - outward
+        return self.xp.where(inexact, bits | 1, near.view("int32")).astype("int32").view("float32")
 
     def _empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
         return self.xp.empty(shape, dtype=self._dtype(dtype))

@@ -372,6 +372,11 @@ Integers: TypeAlias = BackendTypes[Any, I, Any]
 class BackendOf(Backend[F, I, L], Protocol[B_co, F, I, L]):
     """A `Backend[F, I, L]` that is a `B`: lets a free function return `MoeBackward[B]`."""
 
+    # Declared again, and first: pyright solves F, I and L from them before it meets `F | I`.
+    FloatTensor: type[F]
+    IntTensor: type[I]
+    BoolTensor: type[L]
+
     def itself(self) -> B_co:  # type: ignore[override]
         """Itself, by its exact type."""
         ...

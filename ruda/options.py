@@ -115,7 +115,7 @@ class GroupedSelection:
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FixedSelection:
     """The caller's own expert ids, an integer tensor [T, k] (contract 2).
 
@@ -123,6 +123,11 @@ class FixedSelection:
     """
 
     expert_ids: Any
+
+    def __repr__(self) -> str:
+        shape = getattr(self.expert_ids, "shape", None)
+        extents = list(shape) if shape is not None else type(self.expert_ids).__name__
+        return f"FixedSelection(expert_ids={extents})"
 
     def check(self, experts: int) -> None:
         """Nothing to check here: the ids are checked with the other operands."""

@@ -171,11 +171,9 @@ def _entries() -> dict[str, _Entry]:
 
 def _find(tensor: object) -> str:
     roots = {base.__module__.partition(".")[0] for base in type(tensor).__mro__}
-    claimed = [name for name, entry in _SHIPPED.items() if roots.intersection(entry.packages)]
-    for name in claimed:
-        if get_backend(name).owns(tensor):
+    for name, entry in _SHIPPED.items():
+        if roots.intersection(entry.packages) and _is_tensor(get_backend(name), tensor):
             return name
-    # Built on a shipped framework's classes or not, it may be another package's own tensor type.
     for name in (name for name in _entries() if name not in _SHIPPED):
         try:
             owned = get_backend(name).owns(tensor)
@@ -183,14 +181,15 @@ def _find(tensor: object) -> str:
             continue
         if owned:
             return name
-    if claimed:
-        raise BackendMismatchError(
-            f"expected a plain dense tensor of backend {claimed[0]!r}, got {describe(tensor)}"
-        )
     raise BackendMismatchError(
         f"expected a tensor of a known backend ({', '.join(known_backends())}), "
         f"got {describe(tensor)}"
     )
+
+
+def _is_tensor(backend: AnyBackend, value: object) -> bool:
+    """Of the framework's tensor type; a mixin or a scalar of the same package is not."""
+    return isinstance(value, backend.FloatTensor)
 
 
 def _make(name: str, device: str | None) -> AnyBackend:

@@ -273,9 +273,10 @@ def check_kept(
     """Every wanted gradient is one the forward was told of."""
     missing = [name for name in wanted.wanted if name not in kept.wanted]
     if missing:
+        held = f"only what {', '.join(kept.wanted)} needs" if kept.wanted else "nothing"
         raise StateError(
-            f"gradients: {', '.join(missing)} asked for, but the forward kept only what "
-            f"{', '.join(kept.wanted) or 'no gradient'} needs"
+            f"gradients: {', '.join(missing)} asked for, but the forward kept {held}; "
+            "it keeps what its own argument `gradients` names"
         )
 
 

@@ -162,7 +162,10 @@ def router_weights_backward(
         if mean_T1 is None:
             shared_T1 = backend.sum(q_TK * dw_TK, axis=-1, keepdims=True)
         elif options.epsilon > 0.0 and chosen.denominator_T1 is not None:
-            shared_T1 = mean_T1 * options.epsilon / chosen.denominator_T1
+            # Divided first: epsilon times the mean may underflow.
+            shape = backend.shape(mean_T1)
+            epsilon_T1 = backend.full(shape, options.epsilon, backend.dtype(mean_T1))
+            shared_T1 = mean_T1 * (epsilon_T1 / chosen.denominator_T1)
         if shared_T1 is not None:
             d_TE = d_TE - chosen.p_TE * (shared_T1 * options.scale)
         masked_TE: L = chosen.p_TE <= 0.0

@@ -31,6 +31,18 @@ _DTYPES = {
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
+def _to_odd_float32(tensor: Tensor) -> Tensor:
+    """Float64 to float32 so that a further rounding, to 16 bits, is as if it were the only one.
+
+    PyTorch goes there by way of float32 anyway. What is not exact is cut off, and its last bit set:
+    it can then be no tie.
+    """
+    near = tensor.to(torch.float32)
+    bits = near.view(torch.int32)
+    odd = (bits - (near.abs() > tensor.abs()).to(torch.int32)) | 1
+    return torch.where(near != tensor, odd, bits).view(torch.float32)
+
+
 class TorchBackend(Backend[Tensor, Tensor, Tensor]):
     """PyTorch tensors on one device."""
 
@@ -131,7 +143,10 @@ class TorchBackend(Backend[Tensor, Tensor, Tensor]):
         return torch.arange(stop, device=self.device)
 
     def cast(self, tensor: Tensor, dtype: DType, /) -> Tensor:
-        return tensor.to(_DTYPES[dtype])
+        target = _DTYPES[dtype]
+        if tensor.dtype is torch.float64 and target in _SIXTEEN_BITS:
+            tensor = _to_odd_float32(tensor)
+        return tensor.to(target)
 
     def index(self, ids: Tensor, limit: int, /) -> Tensor:
         # A uint64 beyond int64 wraps to a negative number: outside either way.
