@@ -6,12 +6,19 @@ turns an absent one from a skip into a failure.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 import ruda
 from ruda.registry import AnyBackend
 
-DEFAULT = ("numpy", "torch", "cupy")
+# Helpers several test files share; never shipped.
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+ruda.register_backend("cupy-stand-in", "cupy_stand_in:CupyStandIn")
+
+DEFAULT = ("numpy", "torch", "cupy", "cupy-stand-in")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
