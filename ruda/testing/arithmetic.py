@@ -38,6 +38,8 @@ class Arithmetic:
     """The output and the input gradient: D."""
     logits: np.dtype[Any]
     """The logits gradient: L."""
+    is_sequential: bool = False
+    """Whether products of a matrix and a vector are summed one element after the other."""
 
     @classmethod
     def exact(cls) -> Arithmetic:
@@ -73,6 +75,12 @@ class Arithmetic:
         cls, compute: np.dtype[Any], results: np.dtype[Any], *, is_exact: bool
     ) -> Arithmetic:
         return cls(is_exact, compute, compute, compute, compute, compute, results, results)
+
+    def product(self, matrix: Array, vector: Array) -> Array:
+        """A matrix times a vector, in the compute type."""
+        if self.is_sequential:
+            return np.asarray(np.cumsum(matrix * vector, axis=-1, dtype=self.compute)[:, -1])
+        return np.asarray(matrix @ vector)
 
     def rounded(self, value: Array) -> Array:
         """An intermediate after a marked rounding, again in the compute type."""

@@ -150,14 +150,14 @@ class _Run:
 
     def expert(self, t: int, e: int) -> tuple[_Slot, Array]:
         """Contract 5: the activations, and the expert's output [H]."""
-        rounded = self.arithmetic.rounded
+        rounded, product = self.arithmetic.rounded, self.arithmetic.product
         x_H = self.x_TH[t]
-        g_I = rounded(self.gate_EIH[e] @ x_H)
-        u_I = rounded(self.up_EIH[e] @ x_H)
+        g_I = rounded(product(self.gate_EIH[e], x_H))
+        u_I = rounded(product(self.up_EIH[e], x_H))
         sigmoid_I = sigmoid(g_I)
         s_I = rounded(g_I * sigmoid_I)
         a_I = rounded(s_I * u_I)
-        return _Slot(g_I, u_I, sigmoid_I, s_I, a_I), rounded(self.down_EHI[e] @ a_I)
+        return _Slot(g_I, u_I, sigmoid_I, s_I, a_I), rounded(product(self.down_EHI[e], a_I))
 
     def combine(self, t: int, y_k: list[Array]) -> Array:
         """Contract 6: the weighted sum [H], experts ascending, repeated ids in slot order."""
@@ -169,11 +169,11 @@ class _Run:
 
     def expert_backward(self, t: int, j: int, e: int, slot: _Slot) -> tuple[Array, Array]:
         """Contract 7: adds the weight gradients, gives the slot's weight and input gradients."""
-        rounded = self.arithmetic.rounded
+        rounded, product = self.arithmetic.rounded, self.arithmetic.product
         x_H, dout_H = self.x_TH[t], self.dout_TH[t]
         sigmoid_I = slot.sigmoid
-        b_I = rounded(dout_H @ self.down_EHI[e])
-        dweight = b_I @ slot.a
+        b_I = rounded(product(self.down_EHI[e].T, dout_H))
+        dweight = product(b_I[None, :], slot.a)[0]
         da_I = rounded(self.weighted(t, j, b_I))
         dy_H = rounded(self.weighted(t, j, dout_H))
         m_I = rounded(da_I * slot.u)
@@ -182,8 +182,8 @@ class _Run:
         self.ddown_EHI[e] += np.multiply.outer(dy_H, slot.a)
         self.dgate_EIH[e] += np.multiply.outer(dg_I, x_H)
         self.dup_EIH[e] += np.multiply.outer(du_I, x_H)
-        through_gate_H = rounded(dg_I @ self.gate_EIH[e])
-        through_up_H = rounded(du_I @ self.up_EIH[e])
+        through_gate_H = rounded(product(self.gate_EIH[e].T, dg_I))
+        through_up_H = rounded(product(self.up_EIH[e].T, du_I))
         return dweight, rounded(through_gate_H + through_up_H)
 
     def weighted(self, t: int, j: int, value: Array) -> Array:
