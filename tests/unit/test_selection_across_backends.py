@@ -60,6 +60,23 @@ def choose(
         return backend.to_numpy(ids), backend.to_numpy(offsets)
 
 
+@pytest.mark.parametrize("integer", ["uint8", "int32", "int64", "uint64"])
+def test_same_layout_of_fixed_ids(backend: AnyBackend, integer: str) -> None:
+    """A quarter of a million rows a type, repeated ids and idle experts among them."""
+    ids = np.random.default_rng(4).integers(0, EXPERTS - 3, (ROWS, 4)).astype(integer)
+    with backend.numerics():
+        rule = ruda.FixedSelection(backend.from_numpy(ids))
+        logits = backend.from_numpy(np.zeros((ROWS, EXPERTS), np.float32))
+        got = backend.select_experts(logits, None, rule)
+        layout = backend.dispatch(got, EXPERTS)
+    assert_exact("expert_ids", backend.to_numpy(got), ids.astype(np.int64))
+    counts = np.bincount(ids.ravel().astype(np.int64), minlength=EXPERTS)
+    expected = np.concatenate([[0], np.cumsum(counts)])
+    assert_exact("expert_offsets", backend.to_numpy(layout.expert_offsets), expected)
+    order = np.argsort(ids.ravel(), kind="stable")
+    assert_exact("assignments", backend.to_numpy(layout.assignments), order)
+
+
 @pytest.mark.parametrize("dtype", ruda.DType)
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_experts(backend: AnyBackend, kind: str, dtype: ruda.DType) -> None:
