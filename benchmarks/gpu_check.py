@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("numpy", "ml_dtypes", "pytest", "hypothesis")
-WELCOME = ("torch", "cupy", "array-api-compat", "array-api-strict", "pytest-xdist", "transformers")
+WELCOME = ("torch", "cupy", "array-api-strict", "pytest-xdist", "transformers")
 TOOLS = ("typer", "rich", "safetensors", "matplotlib")
 SUITE_SECONDS = 150
 # Tests of the command and of the two type checkers need packages a GPU machine may lack.
