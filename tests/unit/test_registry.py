@@ -101,15 +101,23 @@ def test_importing_ruda_imports_no_array_library() -> None:
 
 
 def test_importing_ruda_is_quick(tmp_path: Path) -> None:
-    # With bytecode cached, as an installed package has it; the machine may be busy, so the best.
-    times = []
+    """Under 60 ms; on a machine that is busy just now, as much more as the standard library takes.
+
+    Its own `dataclasses`, `typing` and `contextlib` take 17 ms where nothing else runs, in the same
+    process, with bytecode cached as an installed package has it.
+    """
+    seen = []
     for _ in range(12):
         result = python("import ruda", "-X", "importtime", PYTHONPYCACHEPREFIX=str(tmp_path))
-        line = next(line for line in result.stderr.splitlines() if line.endswith("| ruda"))
-        times.append(int(line.split("|")[1]) / 1000)
-        if times[-1] < 60:
+        rows = [line.split("|") for line in result.stderr.splitlines() if line.count("|") == 2]
+        took = {
+            name.strip(): int(total) / 1000 for _, total, name in rows if total.strip().isdigit()
+        }
+        yardstick = sum(took[name] for name in ("dataclasses", "typing", "contextlib"))
+        seen.append(f"{took['ruda']:.0f} ms (yardstick {yardstick:.0f} ms)")
+        if took["ruda"] < 60 * max(1.0, yardstick / 17):
             return
-    pytest.fail(f"import ruda took {min(times):.0f} ms at best")
+    pytest.fail(f"import ruda took {', '.join(seen)}")
 
 
 def test_no_array_library_at_all() -> None:
@@ -322,7 +330,7 @@ class BoxedBackend(NumpyBackend):
 def test_third_party_tensors_find_their_registered_backend() -> None:
     ruda.register_backend("gone", "there_is_no_such_module:Backend")  # hides nobody
     ruda.register_backend("boxed", BoxedBackend)
-    boxed: Any = object.__new__(Boxed)
+    boxed = vars(sys.modules[__name__])["Boxed"]()
     assert ruda.backend_of(boxed).name == "boxed"
     assert ruda.backend_of(np.ones(1)).name == "numpy"
     for nobody in ([1.0], None, 1.0, np.float32(1)):
