@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ SHIM = r"""
 #include <utility>
 #include <vector>
 #include <ucontext.h>
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
 
 struct Index { unsigned x; };
 static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
@@ -38,6 +43,9 @@ static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 
 static inline unsigned __float_as_uint(float x) { unsigned b; std::memcpy(&b, &x, 4); return b; }
 static inline float __uint_as_float(unsigned b) { float x; std::memcpy(&x, &b, 4); return x; }
+static inline long long __double_as_longlong(double x) {
+    long long b; std::memcpy(&b, &x, 8); return b;
+}
 
 struct Plane {
     ucontext_t scheduler, lanes[32];
@@ -123,6 +131,14 @@ static void launch(
 
 # For tests that want the generic bodies to use the kernels' own exponential.
 EXPONENTIALS = r"""
+extern "C" int flush_subnormals(int on) {  // 1 if this processor can
+#ifdef __SSE2__
+    _mm_setcsr(on ? _mm_getcsr() | 0x8040u : _mm_getcsr() & ~0x8040u);
+    return 1;
+#else
+    return 0;
+#endif
+}
 extern "C" void exponential_float32(const float *x, float *y, i64 size) {
     for (i64 i = 0; i < size; ++i) y[i] = expf(x[i]);
 }
@@ -235,6 +251,19 @@ def call(name: str, *arguments: Any) -> None:
             for one in arguments
         )
     )
+
+
+@contextmanager
+def flushed_subnormals() -> Iterator[bool]:
+    """Subnormals are zero in every operation of this thread, as in what CuPy compiles.
+
+    False where the processor cannot. Float64 subnormals go too, which on a GPU they do not.
+    """
+    able = bool(library().flush_subnormals(1))
+    try:
+        yield able
+    finally:
+        library().flush_subnormals(0)
 
 
 @cache

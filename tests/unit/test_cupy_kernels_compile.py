@@ -18,6 +18,8 @@ import pytest
 from ruda.dtypes import DType
 from ruda_backend_cupy.source import OPTIONS, Kernel, combine, every_kernel, swiglu, weight_gradient
 
+# What CuPy adds to every kernel it compiles, ours too.
+ADDED = ("-ftz=true", "--device-as-default-execution-space")
 ARCHITECTURES = ("compute_75", "sm_80", "sm_90")
 
 
@@ -59,7 +61,7 @@ def compiled(nvrtc: ctypes.CDLL, kernel: Kernel, architecture: str) -> tuple[byt
     text = kernel.code.encode()
     assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"k.cu", 0, None, None)
     try:
-        options = [*OPTIONS, f"--gpu-architecture={architecture}"]
+        options = [*OPTIONS, *ADDED, f"--gpu-architecture={architecture}"]
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
         log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0").decode()
@@ -100,7 +102,7 @@ def test_no_product_is_fused_with_a_sum(nvrtc: ctypes.CDLL, kernel: Kernel) -> N
     """Nor may the driver fuse one later: it leaves alone what says `.rn`."""
     ptx = compiled(nvrtc, kernel, "compute_75")[0].decode()
     assert not re.findall(r"\bfma\.\S+f\d\d", ptx)
-    assert not re.findall(r"\b(?:mul|add|sub)\.f\d\d", ptx)
+    assert not re.findall(r"\b(?:mul|add|sub)\.(?:ftz\.)?f\d\d", ptx)
 
 
 def test_the_check_above_finds_a_fused_product(
@@ -109,14 +111,14 @@ def test_the_check_above_finds_a_fused_product(
     fused = tuple(option for option in OPTIONS if "fmad" not in option)
     monkeypatch.setitem(compiled.__globals__, "OPTIONS", fused)
     kernel = weight_gradient(DType.FLOAT32, DType.FLOAT32, plane=False)
-    assert "fma.rn.f32" in compiled(nvrtc, kernel, "compute_75")[0].decode()
+    assert "fma.rn.ftz.f32" in compiled(nvrtc, kernel, "compute_75")[0].decode()
 
 
 def test_swiglu_fuses_only_inside_the_exponential(nvrtc: ctypes.CDLL) -> None:
     """The one function that is not ours: its own fused steps are written as such."""
     kernel = swiglu(DType.FLOAT32)
     ptx = compiled(nvrtc, kernel, "compute_75")[0].decode()
-    assert not re.findall(r"\b(?:mul|add|sub)\.f\d\d", ptx)
+    assert not re.findall(r"\b(?:mul|add|sub)\.(?:ftz\.)?f\d\d", ptx)
 
 
 def test_indices_are_64_bit(nvrtc: ctypes.CDLL) -> None:

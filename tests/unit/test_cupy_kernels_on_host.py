@@ -245,6 +245,33 @@ def test_widening_every_16_bit_number(dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(ROUND))
+def test_flushing_float32_subnormals_harms_no_16_bit_number(dtype: DType) -> None:
+    """CuPy compiles with -ftz=true; a float16 subnormal is a normal float32."""
+    every = np.arange(65536, dtype=np.uint16).view(ROUND[dtype][0])
+    widened, exact = np.empty(65536, np.float32), every.astype(np.float64)
+    narrowed, from_double = np.empty_like(every), np.empty_like(every)
+    with host.flushed_subnormals() as able:
+        if not able:
+            pytest.skip("this processor does not flush subnormals")
+        host.call(f"widen_{dtype}", every, widened, 65536)
+        host.call(f"round_float_to_{dtype}", widened, narrowed, 65536)
+        host.call(f"round_to_{dtype}", exact, from_double, 65536)
+    same("widened", widened, every.astype(np.float32))
+    same("narrowed", narrowed, every)
+    same("narrowed from double", from_double, every)
+
+
+def test_float16_gradients_with_float32_subnormals_flushed(cupy_stand_in: CupyOperations) -> None:
+    gate, up, da = (values((37, 65), DType.FLOAT16, seed, scale=1e-4) for seed in range(3))
+    expected = experts.swiglu_backward(NUMPY, gate, up, da)
+    with host.flushed_subnormals():
+        found = cupy_stand_in.swiglu_backward(gate, up, da)
+    assert (np.abs(expected[0].astype(float)) < 2.0**-14).mean() > 0.5  # subnormal, most of them
+    same("dg", found[0], expected[0])
+    same("du", found[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", list(ROUND))
 def test_rounding_a_float32(dtype: DType) -> None:
     kind = ROUND[dtype][0]
     rng = np.random.default_rng(0)
@@ -283,3 +310,18 @@ def _nearest(x: float, precision: int, smallest: int, largest: float) -> float:
     unit = Fraction(2) ** (exponent - precision + 1)
     nearest = float(round(value / unit) * unit)  # ties to even
     return nearest if nearest <= largest else np.inf
+
+
+def test_a_row_beyond_2_to_31_elements() -> None:
+    """Case 088. The memory is promised, and only two rows of it ever touched."""
+    hidden, row = 32768, 70_000
+    try:
+        rows = np.zeros((row + 1, hidden), np.float16)
+    except MemoryError:
+        pytest.skip("no 4.6 GB of address space")
+    rows[row] = values((hidden,), DType.FLOAT16, 1)
+    positions = np.array([[row, 0]])
+    found = np.empty((1, hidden), np.float16)
+    kernel = source.copy_backward(DType.FLOAT16, DType.FLOAT16)
+    host.launch(kernel, 1, 32, rows, positions, found, 1, 2, hidden)
+    assert (found[0] == rows[row]).all()

@@ -2,8 +2,10 @@
 //
 // Nothing is included: the text compiles with NVRTC where no CUDA header is installed, and with a
 // host compiler, which is how it is tested without a GPU. Every rounding is to nearest even, once:
-// a double goes to 16 bits without stopping at float. Compile with contraction of a*b+c off, or
-// products would not be rounded where contract 5 to 7 say.
+// a double goes to 16 bits without stopping at float. Two options matter: contraction of a*b+c must
+// be off, or products are not rounded where contract 5 to 7 say; and CuPy compiles everything with
+// float32 subnormals flushed to zero, so no conversion here makes one on its way to a number that
+// is none: 16-bit subnormals come through unharmed.
 
 #ifndef KERNEL
 #define KERNEL extern "C" __global__ void
@@ -30,20 +32,35 @@ __device__ inline float widen(float16 x) {
     unsigned magnitude = ((unsigned)x.bits & 0x7fffu) << 13;
     if (magnitude >= 0x0f800000u)  // inf and NaN: the exponent is all ones
         return __uint_as_float(sign | 0x70000000u | magnitude);
-    // 2^112 moves the exponent from the one bias to the other, of subnormal numbers too.
-    float value = __uint_as_float(magnitude) * 5192296858534827628530496329220096.0f;
+    float value = magnitude >= 0x00800000u ? __uint_as_float(magnitude + 0x38000000u)
+                                           : (float)(magnitude >> 13) * 5.9604644775390625e-8f;
     return __uint_as_float(sign | __float_as_uint(value));
 }
 
-// The float that holds an odd last bit where x does not fit: rounding it again is rounding x once.
-__device__ inline float to_odd(double x) {
-    float nearest = (float)x;
-    double back = nearest;
-    if (back == x || x != x)
-        return nearest;
-    unsigned bits = __float_as_uint(nearest);
-    bool beyond = x < 0.0 ? back < x : back > x;
-    return __uint_as_float((beyond ? bits - 1u : bits) | 1u);
+// The 16 bits nearest to a double, by its bits; a carry out of the fraction is the next exponent.
+template <int FRACTION, int BIAS>
+__device__ inline unsigned short narrow_double(double x) {
+    unsigned long long bits = (unsigned long long)__double_as_longlong(x);
+    unsigned long long magnitude = bits & 0x7fffffffffffffffull;
+    unsigned sign = (unsigned)(bits >> 48) & 0x8000u;
+    unsigned infinity = (2u * BIAS + 1u) << FRACTION;
+    if (magnitude > 0x7ff0000000000000ull)
+        return (unsigned short)(sign | infinity | 1u << (FRACTION - 1));
+    int exponent = (int)(magnitude >> 52) - 1023;
+    if (exponent > BIAS)
+        return (unsigned short)(sign | infinity);
+    int dropped = 52 - FRACTION;
+    if (exponent >= 1 - BIAS) {
+        magnitude -= (unsigned long long)(1023 - BIAS) << 52;
+    } else {  // subnormal: the fraction with its leading one, moved down
+        dropped += 1 - BIAS - exponent;
+        if (dropped > 53)
+            return (unsigned short)sign;
+        magnitude = (magnitude & 0x000fffffffffffffull) | 0x0010000000000000ull;
+    }
+    unsigned long long odd = magnitude >> dropped & 1ull;
+    magnitude = (magnitude + (1ull << (dropped - 1)) - 1ull + odd) >> dropped;
+    return (unsigned short)(sign | (unsigned)magnitude);
 }
 
 __device__ inline void narrow(double x, double &y) { y = x; }
@@ -78,9 +95,9 @@ __device__ inline void narrow(float x, float16 &y) {
     y.bits = (unsigned short)(sign | result);
 }
 
-__device__ inline void narrow(double x, bfloat16 &y) { narrow(to_odd(x), y); }
+__device__ inline void narrow(double x, bfloat16 &y) { y.bits = narrow_double<7, 127>(x); }
 
-__device__ inline void narrow(double x, float16 &y) { narrow(to_odd(x), y); }
+__device__ inline void narrow(double x, float16 &y) { y.bits = narrow_double<10, 15>(x); }
 
 // Rounded to S, and wide again.
 template <class S, class C>
