@@ -234,6 +234,8 @@ def experts_backward(
     gradients: ExpertsGradientSelection,
 ) -> ExpertGradients[F]:
     """Gradients by row and by expert, those wanted (contract 7); gate and up need `input_TH`."""
+    if not gradients.wanted:
+        return ExpertGradients()
     storage = backend.dtype(grad_output_TH)
     compute, inner = storage.compute, inner_dtype(storage, options.intermediates)
     offsets, strategy = layout.expert_offsets, options.backward

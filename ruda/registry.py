@@ -90,7 +90,7 @@ def register_backend(name: str, target: str | type[AnyBackend]) -> None:
     if isinstance(target, str):
         _split_target(name, target)
         if target.partition(":")[0] in sys.modules:
-            _classes[name] = _load(name, target)
+            _classes[name] = _load(name, holder or _Entry(target))
     else:
         _classes[name] = target
     if name not in _SHIPPED:
@@ -204,19 +204,18 @@ def _make(name: str, device: str | None) -> AnyBackend:
         )
     kind = _classes.get(name)
     if kind is None:
-        kind = _classes[name] = _load(name, entry.target)
-    mend = f"; {entry.install}" if entry.install else ""
+        kind = _classes[name] = _load(name, entry)
     try:
         backend = kind(device) if device is not None else kind()  # type: ignore[call-arg]
         refused = backend.unsupported(Request(device=backend.device))
     except Exception as error:
-        raise BackendUnavailableError(_because(name, error) + mend) from error
+        raise _unavailable(name, entry, error) from error
     if refused is not None:
         raise DeviceError(f"device: backend {name!r} cannot serve {backend.device!r}: {refused}")
     try:
         backend.full((1,), 0.0, DType.FLOAT32)
     except Exception as error:
-        raise BackendUnavailableError(_because(name, error) + mend) from error
+        raise _unavailable(name, entry, error) from error
     return backend
 
 
@@ -227,15 +226,13 @@ def _split_target(name: str, target: str) -> tuple[str, str]:
     return module, attribute
 
 
-def _load(name: str, target: str) -> type[AnyBackend]:
-    module, attribute = _split_target(name, target)
-    install = _SHIPPED[name].install if name in _SHIPPED else ""
+def _load(name: str, entry: _Entry) -> type[AnyBackend]:
+    module, attribute = _split_target(name, entry.target)
     try:
         kind = getattr(importlib.import_module(module), attribute)
     # A framework half installed fails in any way it likes; every way means "unavailable".
     except Exception as error:
-        mend = f"; {install}" if install else ""
-        raise BackendUnavailableError(_because(name, error) + mend) from error
+        raise _unavailable(name, entry, error) from error
     _check_complete(name, kind)
     checked: type[AnyBackend] = kind
     return checked
@@ -253,10 +250,13 @@ def _check_complete(name: str, kind: object) -> None:
         )
 
 
-def _because(name: str, error: BaseException) -> str:
-    return f"backend {name!r} is unavailable, because {type(error).__name__}: {error}"
+def _unavailable(name: str, entry: _Entry, cause: Exception) -> BackendUnavailableError:
+    mend = f"; {entry.install}" if entry.install else ""
+    return BackendUnavailableError(
+        f"backend {name!r} is unavailable, because {type(cause).__name__}: {cause}{mend}"
+    )
 
 
-def _reason(error: MoeError) -> str:
-    text = str(error)
-    return text.partition(", because ")[2].partition("; pip install")[0] or text
+def _reason(error: BaseException) -> str:
+    cause = error.__cause__
+    return str(error) if cause is None else f"{type(cause).__name__}: {cause}"

@@ -85,9 +85,13 @@ def select_grouped(
 def select_fixed(backend: Backend[F, I, L], expert_ids: Any, experts: int) -> I:
     """The caller's ids in the backend's index type; `SelectionError` names the first bad one."""
     ids_TK = backend.index(expert_ids, experts)
-    on_host = backend.to_numpy(ids_TK)
-    if on_host.size and on_host.min() < 0:
-        token, slot = (int(axis[0]) for axis in (on_host < 0).nonzero())
+    tokens, slots = backend.shape(ids_TK)
+    flat_R = backend.reshape(ids_TK, (tokens * slots,))
+    outside_R: L = flat_R < 0
+    # One number comes back to the host; the ids only to name the bad one.
+    if int(backend.to_numpy(backend.sum(backend.where(outside_R, 1, flat_R * 0), axis=0))):
+        bad = (backend.to_numpy(ids_TK) < 0).nonzero()
+        token, slot = (int(axis[0]) for axis in bad)
         got = int(backend.to_numpy(expert_ids)[token, slot])
         raise SelectionError(
             f"expert_ids: expected ids in [0, {experts}), got {got} at token {token}, slot {slot}"

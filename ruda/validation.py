@@ -28,7 +28,6 @@ from ruda.options import (
     MoeGradientSelection,
     MoeOptions,
     Request,
-    RouterWeightOptions,
     SoftmaxSelection,
 )
 from ruda.registry import AnyBackend, backend_of, describe, get_backend
@@ -38,24 +37,12 @@ _FLOAT_NAMES = frozenset(dtype.value for dtype in DType)
 
 def resolve_backend(backend: object, operands: Mapping[str, object]) -> AnyBackend:
     """The one backend and device of all operands, which is the one asked for if any was."""
-    names = iter(operands.items())
-    first, tensor = next(names)
-    try:
-        own = backend_of(tensor)
-    except (BackendMismatchError, DeviceError) as error:
-        if backend is None:
+    first, tensor = next(iter(operands.items()))
+    if backend is None or isinstance(backend, str):
+        try:
+            resolved = backend_of(tensor) if backend is None else _named(backend, tensor)
+        except (BackendMismatchError, DeviceError) as error:
             raise type(error)(f"{first}: {error}") from None
-        own = None
-    if backend is None:
-        assert own is not None
-        resolved = own
-    elif isinstance(backend, str):
-        resolved = own if own is not None and own.name == backend else get_backend(backend)
-        if resolved.owns(tensor) and resolved.device_of(tensor) != resolved.device:
-            try:
-                resolved = get_backend(backend, device=resolved.device_of(tensor))
-            except DeviceError as error:
-                raise DeviceError(f"{first}: {error}") from None
     elif Backend in type(backend).__mro__:
         resolved = cast(AnyBackend, backend)
     else:
@@ -75,6 +62,14 @@ def resolve_backend(backend: object, operands: Mapping[str, object]) -> AnyBacke
                 f"{name}: expected device {resolved.device!r}, got {resolved.device_of(other)!r}"
             )
     return resolved
+
+
+def _named(name: str, tensor: object) -> AnyBackend:
+    """The backend of this name, on the tensor's device where the tensor is its own."""
+    backend = get_backend(name)
+    if backend.owns(tensor) and backend.device_of(tensor) != backend.device:
+        return get_backend(name, device=backend.device_of(tensor))
+    return backend
 
 
 def _of_kind(backend: AnyBackend, tensor: object) -> bool:
@@ -209,11 +204,6 @@ def check_options(options: object, kind: type) -> None:
     """The options are of the right kind."""
     if not isinstance(options, kind):
         raise ConfigurationError(f"options: expected {kind.__name__}, got {describe(options)}")
-
-
-def check_weight_options(options: object) -> None:
-    """The options are `RouterWeightOptions`."""
-    check_options(options, RouterWeightOptions)
 
 
 def check_gradients(

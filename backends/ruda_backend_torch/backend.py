@@ -7,8 +7,8 @@ float32 or float64; on CUDA, 16-bit operands may use the matrix units (`TENSOR_C
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -72,14 +72,13 @@ class TorchBackend(Backend[Tensor, Tensor, Tensor]):
             return f"its matrix units take float16 and bfloat16, not {request.dtype}"
         return super().unsupported(request)
 
-    def numerics(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def numerics(self) -> Generator[None, None, None]:
         """No autograd, no autocast."""
-        stack = ExitStack()
-        stack.enter_context(torch.no_grad())
         kind = self.device.partition(":")[0]
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        return stack
+        autocast = torch.is_autocast_enabled(kind)
+        with torch.no_grad(), torch.autocast(kind, enabled=False) if autocast else nullcontext():
+            yield
 
     def synchronize(self) -> None:
         """Wait for the CUDA device."""
