@@ -135,6 +135,11 @@ def get_backend(name: str, *, device: str | None = None) -> AnyBackend:
     return cached
 
 
+def load_backend(target: str) -> type[AnyBackend]:
+    """The class at ``module:Class``, under no name; refused as by `register_backend`."""
+    return _load(target, _Entry(target))
+
+
 def backend_of(tensor: object) -> AnyBackend:
     """The backend of a tensor, on the tensor's device; `BackendMismatchError` if it has none."""
     name = _name_of_type.get(type(tensor))

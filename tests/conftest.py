@@ -87,6 +87,10 @@ def backend(request: pytest.FixtureRequest) -> AnyBackend:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, text in report.user_properties:
+            if name == "conformance":
+                terminalreporter.write_line(f"\n{text}\n")
     absent = _absent(config)
     for spec in _names(config, "--backends"):
         status = f"absent: {absent[spec]}" if spec in absent else f"ran, {_open(spec).version}"

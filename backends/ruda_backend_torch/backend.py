@@ -103,7 +103,12 @@ class TorchBackend(Backend[Tensor, Tensor, Tensor]):
         return torch.is_grad_enabled() and tensor.requires_grad
 
     def from_dlpack(self, tensor: Any, /) -> Tensor | None:
-        """Shares memory with a tensor that speaks DLPack and lives on this device."""
+        """Shares memory with a tensor that speaks DLPack and lives on this device.
+
+        Not with one that lies backwards: PyTorch has no negative strides, and aborts on them here.
+        """
+        if any(stride < 0 for stride in getattr(tensor, "strides", ())):
+            return None
         kind = tensor.__dlpack_device__()[0] if hasattr(tensor, "__dlpack_device__") else None
         wanted = 2 if self.device.startswith("cuda") else 1
         if kind != wanted or "bfloat16" in str(getattr(tensor, "dtype", "")):
@@ -125,7 +130,8 @@ class TorchBackend(Backend[Tensor, Tensor, Tensor]):
         if array.dtype.name == "bfloat16":
             bits = torch.tensor(array.view("uint16").astype("int32")).to(torch.uint16)
             return bits.view(torch.bfloat16).to(self.device)
-        return torch.tensor(array, device=self.device)
+        # A copy first: PyTorch reads no array that lies backwards.
+        return torch.tensor(array.copy(), device=self.device)
 
     def to_numpy(self, tensor: Tensor, /) -> Any:
         host = tensor.detach().cpu()

@@ -226,6 +226,45 @@ def parity(
         raise typer.Exit(1)
 
 
+@app.command()
+def fuzz(
+    backends: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Such as numpy,torch:cuda:0; every one present if not given."
+        ),
+    ] = None,
+    device: Device = None,
+    minutes: Annotated[
+        float, typer.Option(metavar="N", help="How long, all backends together.")
+    ] = 10,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the first round; each has one of its own.")
+    ] = 0,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds a backend at most; no limit if not given.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where a failing layer is put.")
+    ] = Path(),
+) -> None:
+    """Try random layers on backends until one is got wrong; status 1 if one is."""
+    try:
+        from ruda.cli import fuzz as fuzzing
+    except ModuleNotFoundError as error:
+        raise CliError(f"{error.name} is not installed; pip install 'ruda[test]'") from None
+    from ruda.cli.parity import present_backends
+
+    names = None if backends is None else [name.strip() for name in backends.split(",")]
+    found, absent = present_backends(names, device)
+    for reason in absent.values():
+        stdout().print(f"absent: {reason}", markup=False, soft_wrap=True)
+    if not found:
+        raise CliError("no backend is present to try")
+    if not fuzzing.fuzz(stdout(), found, minutes=minutes, seed=seed, rounds=rounds, folder=output):
+        raise typer.Exit(1)
+
+
 def _read(path: Path, dtype: str | None) -> Layer:
     from ruda.cli.layer_file import cast_layer, read_layer
 

@@ -8,7 +8,7 @@ nothing wider); its results are handed out as float64.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -40,6 +40,10 @@ class Arithmetic:
     """The logits gradient: L."""
     is_sequential: bool = False
     """Whether products of a matrix and a vector are summed one element after the other."""
+    is_fused: bool = False
+    """Whether sums over products are rounded, and can overflow, only as a whole."""
+    noise: np.random.Generator | None = None
+    """Moves a computed value to itself or either neighbour, at random: a faithful rounding."""
 
     @classmethod
     def exact(cls) -> Arithmetic:
@@ -76,18 +80,38 @@ class Arithmetic:
     ) -> Arithmetic:
         return cls(is_exact, compute, compute, compute, compute, compute, results, results)
 
+    @property
+    def sums(self) -> np.dtype[Any]:
+        """What weight gradients are added up in."""
+        return _EXTENDED if self.is_fused else self.compute
+
     def product(self, matrix: Array, vector: Array) -> Array:
-        """A matrix times a vector, in the compute type."""
+        """A matrix times a vector, in their type."""
         if self.is_sequential:
-            return np.asarray(np.cumsum(matrix * vector, axis=-1, dtype=self.compute)[:, -1])
+            return np.asarray(np.cumsum(matrix * vector, axis=-1, dtype=vector.dtype)[:, -1])
+        if self.is_fused:
+            fused: Array = matrix.astype(_EXTENDED) @ vector.astype(_EXTENDED)
+            return fused.astype(vector.dtype)
         return np.asarray(matrix @ vector)
+
+    def computed(self, value: Array) -> Array:
+        """A value as another faithful computation in its type might have it."""
+        if self.noise is None:
+            return value
+        step = cast("Array", self.noise.integers(-1, 2, value.shape))
+        with np.errstate(invalid="ignore"):
+            towards = (step * np.inf).astype(value.dtype)
+        stays = (step == 0) | (value == 0) | ~np.isfinite(value)
+        return np.where(stays, value, np.nextafter(value, towards))
 
     def rounded(self, value: Array) -> Array:
         """An intermediate after a marked rounding, again in the compute type."""
+        value = self.computed(value)
         return value.astype(self.intermediate, copy=False).astype(self.compute, copy=False)
 
     def rounded_sum(self, value: Array) -> Array:
         """A product or partial sum of the combine, again in the mixed type."""
+        value = self.computed(value)
         return value.astype(self.partial, copy=False).astype(self.mixed, copy=False)
 
     def handed_out(self, value: Array) -> Array:

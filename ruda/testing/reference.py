@@ -102,9 +102,9 @@ class _Run:
         self.gate_EIH = layer.gate.astype(compute)
         self.up_EIH = layer.up.astype(compute)
         self.down_EHI = layer.down.astype(compute)
-        self.dgate_EIH = np.zeros_like(self.gate_EIH)
-        self.dup_EIH = np.zeros_like(self.up_EIH)
-        self.ddown_EHI = np.zeros_like(self.down_EHI)
+        self.dgate_EIH = np.zeros(self.gate_EIH.shape, arithmetic.sums)
+        self.dup_EIH = np.zeros(self.up_EIH.shape, arithmetic.sums)
+        self.ddown_EHI = np.zeros(self.down_EHI.shape, arithmetic.sums)
         self.weights_Tk = router_weights(layer.logits, ids_Tk, layer.options.weights, arithmetic)
 
     def result(self) -> ReferenceResult:
@@ -133,7 +133,7 @@ class _Run:
             self.layer.options.weights,
             self.arithmetic,
         )
-        out = self.arithmetic.handed_out
+        out, compute = self.arithmetic.handed_out, self.arithmetic.compute
         return ReferenceResult(
             expert_ids=self.ids_Tk,
             weights=out(self.weights_Tk),
@@ -142,9 +142,9 @@ class _Run:
                 input=dinput_TH,
                 logits=dlogits_TE,
                 weights=out(dweights_Tk),
-                gate=out(self.dgate_EIH),
-                up=out(self.dup_EIH),
-                down=out(self.ddown_EHI),
+                gate=out(self.dgate_EIH.astype(compute)),
+                up=out(self.dup_EIH.astype(compute)),
+                down=out(self.ddown_EHI.astype(compute)),
             ),
         )
 
@@ -170,18 +170,19 @@ class _Run:
     def expert_backward(self, t: int, j: int, e: int, slot: _Slot) -> tuple[Array, Array]:
         """Contract 7: adds the weight gradients, gives the slot's weight and input gradients."""
         rounded, product = self.arithmetic.rounded, self.arithmetic.product
+        mixed, sums = self.arithmetic.mixed, self.arithmetic.sums
         x_H, dout_H = self.x_TH[t], self.dout_TH[t]
         sigmoid_I = slot.sigmoid
         b_I = rounded(product(self.down_EHI[e].T, dout_H))
-        dweight = product(b_I[None, :], slot.a)[0]
+        dweight = product(b_I.astype(mixed)[None, :], slot.a.astype(mixed))[0]
         da_I = rounded(self.weighted(t, j, b_I))
         dy_H = rounded(self.weighted(t, j, dout_H))
         m_I = rounded(da_I * slot.u)
         dg_I = rounded(m_I * sigmoid_I * (1 + slot.g * (1 - sigmoid_I)))
         du_I = rounded(da_I * slot.s)
-        self.ddown_EHI[e] += np.multiply.outer(dy_H, slot.a)
-        self.dgate_EIH[e] += np.multiply.outer(dg_I, x_H)
-        self.dup_EIH[e] += np.multiply.outer(du_I, x_H)
+        self.ddown_EHI[e] += np.multiply.outer(dy_H.astype(sums), slot.a)
+        self.dgate_EIH[e] += np.multiply.outer(dg_I.astype(sums), x_H)
+        self.dup_EIH[e] += np.multiply.outer(du_I.astype(sums), x_H)
         through_gate_H = rounded(product(self.gate_EIH[e].T, dg_I))
         through_up_H = rounded(product(self.up_EIH[e].T, du_I))
         return dweight, rounded(through_gate_H + through_up_H)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def router_weights(
         for t, x_E in enumerate(logits_TE.astype(arithmetic.router)):
             if not _ids_in_range(ids_Tk[t], len(x_E)):
                 continue
-            q_k = scores(x_E, options.scoring)[ids_Tk[t]]
+            q_k = arithmetic.computed(scores(x_E, options.scoring)[ids_Tk[t]])
             if options.renormalize:
                 total = _denominator(q_k, options.epsilon)
                 q_k = np.full_like(q_k, np.nan) if total == 0 or np.isnan(total) else q_k / total
@@ -91,23 +92,28 @@ def reference_weights_backward(
 ) -> Array:
     """The gradient [T, E] of the logits as stored, in their type."""
     dlogits_TE = np.full(logits_TE.shape, np.nan, arithmetic.router)
+    compute = numpy_dtype(dtype_of(logits_TE).compute)
     dweights_Tk = dweights_Tk.astype(arithmetic.router)
     with np.errstate(all="ignore"):
         for t, x_E in enumerate(logits_TE.astype(arithmetic.router)):
             if not _ids_in_range(ids_Tk[t], len(x_E)):
                 continue
-            row_E = _row_backward(
-                x_E, ids_Tk[t], dweights_Tk[t], options, is_exact=arithmetic.is_exact
-            )
+            row_E = _row_backward(x_E, ids_Tk[t], dweights_Tk[t], options, arithmetic, compute)
             dlogits_TE[t] = arithmetic.router.type(options.scale) * row_E
         return dlogits_TE.astype(arithmetic.logits)
 
 
 def _row_backward(
-    x_E: Array, ids_k: Array, dw_k: Array, options: RouterWeightOptions, *, is_exact: bool
+    x_E: Array,
+    ids_k: Array,
+    dw_k: Array,
+    options: RouterWeightOptions,
+    arithmetic: Arithmetic,
+    compute: np.dtype[Any],
 ) -> Array:
     """The gradient of one row with in-range ids, before the scale; all NaN if it is invalid."""
-    p_E = scores(x_E, options.scoring)
+    is_exact = arithmetic.is_exact
+    p_E = arithmetic.computed(scores(x_E, options.scoring))
     softmax = options.scoring is RouterScoring.SOFTMAX
     if softmax and np.isnan(p_E[0]):
         return np.full_like(x_E, np.nan)
@@ -140,7 +146,10 @@ def _row_backward(
             chosen_E[e] *= sigmoid(-x_E[e : e + 1])[0] if is_exact else 1 - p_E[e]
         elif options.scoring is RouterScoring.SQRT_SOFTPLUS:
             chosen_E[e] *= sigmoid(x_E[e : e + 1])[0] / (2 * p_E[e])
-    return np.where(p_E == 0, x_E.dtype.type(0), chosen_E - everywhere_E)
+    # Which scores are 0 is settled in C, also where the reference can tell smaller ones from 0.
+    is_zero_E = scores(x_E.astype(compute), options.scoring) == 0
+    row_E = arithmetic.computed(arithmetic.computed(chosen_E) - arithmetic.computed(everywhere_E))
+    return np.where(is_zero_E, x_E.dtype.type(0), row_E)
 
 
 def _choose_largest_logits(x_E: Array, top_k: int) -> list[int]:

@@ -1,0 +1,328 @@
+"""Replaced kernels: each against the generic function of its name, on the same backend.
+
+Whole numbers and choices must be equal. Numbers are judged by the tolerance rule: the generic body
+on the backend is the plain result, the same body in long double the exact one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ruda import dispatch, experts, selection, weights
+from ruda.backend import Backend
+from ruda.dtypes import DType
+from ruda.options import (
+    CombineAccumulation,
+    CombineGradientStrategy,
+    ExpertOptions,
+    ExpertsGradientSelection,
+    ExpertStrategy,
+    GroupedSelection,
+    Intermediates,
+    RouterScoring,
+    RouterWeightOptions,
+    SoftmaxSelection,
+)
+from ruda.registry import AnyBackend
+from ruda.testing.conformance.plugin import Checker
+from ruda.testing.extended import ExtendedBackend
+from ruda.testing.layers import Array, dtype_of, numpy_dtype
+from ruda.testing.tolerance import assert_exact
+
+SECTION = "replaced kernels"
+
+GENERIC: dict[str, Any] = {
+    "top_k": selection.top_k,
+    "select_experts": selection.select_experts,
+    "router_weights": weights.router_weights,
+    "router_weights_backward": weights.router_weights_backward,
+    "dispatch": dispatch.dispatch,
+    "combine": dispatch.combine,
+    "copy_backward": dispatch.copy_backward,
+    "grouped_matmul": experts.grouped_matmul,
+    "grouped_matmul_transposed": experts.grouped_matmul_transposed,
+    "grouped_weight_gradient": experts.grouped_weight_gradient,
+    "swiglu": experts.swiglu,
+    "swiglu_backward": experts.swiglu_backward,
+    "weight_gradient_rows": experts.weight_gradient_rows,
+    "experts_forward": experts.experts_forward,
+    "experts_backward": experts.experts_backward,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens, slots, experts, hidden, intermediate."""
+
+    tokens: int
+    slots: int
+    experts: int
+    hidden: int
+    intermediate: int
+
+
+SHAPES = (
+    Shape(0, 2, 3, 4, 5),
+    Shape(1, 1, 1, 1, 1),
+    Shape(5, 2, 4, 3, 7),
+    Shape(9, 3, 12, 8, 5),
+    Shape(40, 2, 3, 33, 17),
+)
+
+
+class Inputs:
+    """NumPy inputs of every stage for one shape and type; a NaN in one row of some."""
+
+    def __init__(self, shape: Shape, dtype: DType, *, flawed: bool) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.rng = np.random.default_rng(1)
+        self.flawed = flawed
+        self.ids = self.rng.integers(0, max(1, shape.experts - 1), (shape.tokens, shape.slots))
+
+    def floats(self, *extents: int, dtype: DType | None = None) -> Array:
+        """Normal numbers; the first may be NaN."""
+        values = self.rng.standard_normal(extents)
+        if self.flawed and values.size and len(extents) == 2:
+            values.flat[0] = np.nan
+        return values.astype(numpy_dtype(dtype or self.dtype))
+
+    def weights(self) -> Array:
+        """Positive routing weights in the compute type, one of them 0."""
+        values = self.rng.random((self.shape.tokens, self.shape.slots))
+        if values.size:
+            values.flat[-1] = 0.0
+        return values.astype(numpy_dtype(self.dtype.compute))
+
+    @property
+    def rows(self) -> int:
+        """R"""
+        return self.shape.tokens * self.shape.slots
+
+
+def _calls(stage: str, of: Inputs) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments and keywords to call a stage with; `Layout` and types are filled in per backend."""
+    shape, dtype = of.shape, of.dtype
+    t, k, e, h, i = shape.tokens, shape.slots, shape.experts, shape.hidden, shape.intermediate
+    logits = of.floats(t, e)
+    strategy = {"strategy": ExpertStrategy.AUTO}
+    if stage == "top_k":
+        tied = np.rint(of.floats(t, e, dtype=dtype.compute))
+        return [((tied, n), {}) for n in {1, e}]
+    if stage == "select_experts":
+        rules: list[Any] = [SoftmaxSelection(min(k, e))]
+        rules += [GroupedSelection(min(k, e), scoring) for scoring in RouterScoring]
+        if e % 4 == 0:
+            rules.append(GroupedSelection(2, groups=4, selected_groups=2, group_top_two=e > 4))
+        bias = of.rng.standard_normal(e).astype(numpy_dtype(dtype.compute))
+        return [
+            ((logits, b, rule), {})
+            for rule in rules
+            for b in (None, bias)
+            if b is None or isinstance(rule, GroupedSelection)
+        ]
+    options = [
+        RouterWeightOptions(scoring, renormalize, 2.5, epsilon)
+        for scoring in RouterScoring
+        for renormalize in (True, False)
+        for epsilon in (0.0, 1e-3)
+    ]
+    outside = of.ids.copy()
+    outside[:1, :1] = -1
+    if stage == "router_weights":
+        return [((logits, Ids(outside), option), {}) for option in options]
+    if stage == "router_weights_backward":
+        dweights = of.floats(t, k, dtype=dtype.compute)
+        return [((logits, Ids(outside), dweights, option), {}) for option in options]
+    if stage == "dispatch":
+        return [((Ids(of.ids), e), {})]
+    if stage == "combine":
+        y = of.floats(of.rows, h)
+        return [
+            ((y, of.weights(), Rows(of.ids, e)), {"accumulation": accumulation, "dtype": dtype})
+            for accumulation in CombineAccumulation
+        ]
+    if stage == "copy_backward":
+        return [((of.floats(of.rows, h), Rows(of.ids, e)), {"dtype": dtype})]
+    if stage in ("grouped_matmul", "grouped_matmul_transposed"):
+        n = h if stage == "grouped_matmul" else i
+        return [
+            (
+                (of.floats(of.rows, n), of.floats(e, i, h), Offsets(of.ids, e)),
+                {"dtype": d, **strategy},
+            )
+            for d in {dtype, dtype.compute}
+        ]
+    if stage == "grouped_weight_gradient":
+        pair = (of.floats(of.rows, i), of.floats(of.rows, h))
+        return [((*pair, Offsets(of.ids, e)), {"dtype": dtype.compute, **strategy})]
+    g, u, da = (of.floats(of.rows, i) for _ in range(3))
+    if stage == "swiglu":
+        return [((g, u), {})]
+    if stage == "swiglu_backward":
+        return [((g, u, da), {})]
+    if stage == "weight_gradient_rows":
+        return [((g, u), {"dtype": dtype.compute, "strategy": CombineGradientStrategy.SERIAL})]
+    operands = (of.floats(e, i, h), of.floats(e, i, h), of.floats(e, h, i))
+    every = ExpertsGradientSelection.all()
+    both = [ExpertOptions(intermediates=kind) for kind in Intermediates]
+    x = of.floats(t, h)
+    if stage == "experts_forward":
+        return [
+            ((x, Rows(of.ids, e), *operands), {"options": option, "gradients": every})
+            for option in both
+        ]
+    dout = of.floats(t, h)
+    return [
+        (
+            (dout, Rows(of.ids, e), of.weights(), x, *operands, Kept(x, of.ids, operands, option)),
+            {"options": option, "gradients": every},
+        )
+        for option in both
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Ids:
+    """Expert ids [T, K], to become the backend's index type."""
+
+    ids: Array
+
+    def on(self, backend: AnyBackend) -> Any:
+        """As the backend's tensor."""
+        return backend.index(backend.from_numpy(self.ids.astype(np.int32)), 1 << 20)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The layout of rows that these ids give."""
+
+    ids: Array
+    experts: int
+
+    def on(self, backend: AnyBackend) -> Any:
+        """As the generic body lays them out."""
+        return dispatch.dispatch(backend, Ids(self.ids).on(backend), self.experts)
+
+
+class Offsets(Rows):
+    """Its expert offsets alone."""
+
+    def on(self, backend: AnyBackend) -> Any:
+        """As the generic body counts them."""
+        return super().on(backend).expert_offsets
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The activations a forward would have kept."""
+
+    x: Array
+    ids: Array
+    operands: tuple[Array, Array, Array]
+    options: ExpertOptions
+
+    def on(self, backend: AnyBackend) -> Any:
+        """From the generic forward on this backend."""
+        tensors = [_on(backend, array) for array in (self.x, *self.operands)]
+        rows = Rows(self.ids, len(self.operands[0])).on(backend)
+        _, kept = experts.experts_forward(
+            backend,
+            tensors[0],
+            rows,
+            *tensors[1:],
+            options=self.options,
+            gradients=ExpertsGradientSelection.all(),
+        )
+        return kept
+
+
+def _on(backend: AnyBackend, value: Any) -> Any:
+    if isinstance(value, (Rows, Ids, Kept)):
+        return value.on(backend)
+    if isinstance(value, np.ndarray):
+        return backend.from_numpy(value)
+    return value
+
+
+def _widened(value: Any) -> Any:
+    """The same argument in float64."""
+    if isinstance(value, Kept):
+        x, *operands = (a.astype(np.float64) for a in (value.x, *value.operands))
+        return Kept(x, value.ids, (operands[0], operands[1], operands[2]), value.options)
+    if isinstance(value, np.ndarray):
+        array = cast("Array", value)
+        return array if np.issubdtype(array.dtype, np.integer) else array.astype(np.float64)
+    return DType.FLOAT64 if isinstance(value, DType) else value
+
+
+# Named apart, so that what is in one keeps the type it has.
+_TUPLE: Any = tuple
+
+
+def _leaves(result: Any, name: str) -> dict[str, Any]:
+    """The tensors of a result by name: of a tensor, a tuple or a record of tensors."""
+    if result is None:
+        return {}
+    parts: dict[str, Any]
+    if is_dataclass(result):
+        parts = {f"{name}.{f.name}": getattr(result, f.name) for f in fields(result)}
+    elif isinstance(result, _TUPLE):
+        parts = {f"{name}[{i}]": part for i, part in enumerate(result)}
+    else:
+        return {name: result}
+    return {key: leaf for part, item in parts.items() for key, leaf in _leaves(item, part).items()}
+
+
+def _run(
+    backend: AnyBackend, function: Any, call: tuple[tuple[Any, ...], dict[str, Any]], stage: str
+) -> dict[str, Array]:
+    arguments, keywords = call
+    with backend.numerics():
+        result = function(*(_on(backend, argument) for argument in arguments), **keywords)
+    return {
+        name: np.asarray(backend.to_numpy(leaf)) for name, leaf in _leaves(result, stage).items()
+    }
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("stage", GENERIC)
+def test_kernel(checker: Checker, stage: str, dtype: DType) -> None:
+    backend = checker.backend
+    if getattr(type(backend), stage) is getattr(Backend, stage):
+        pytest.skip("the generic body stands in: there is no kernel to compare")
+    checker.needs(dtype)
+    reference = ExtendedBackend()
+
+    def generic(*arguments: Any, **keywords: Any) -> Any:
+        return GENERIC[stage](backend, *arguments, **keywords)
+
+    def exactly(*arguments: Any, **keywords: Any) -> Any:
+        return GENERIC[stage](reference, *arguments, **keywords)
+
+    for shape in SHAPES:
+        for flawed in (False, True):
+            for call in _calls(stage, Inputs(shape, dtype, flawed=flawed)):
+                got = _run(backend, getattr(backend, stage), call, stage)
+                plain = _run(backend, generic, call, stage)
+                wide = (tuple(map(_widened, call[0])), {n: _widened(v) for n, v in call[1].items()})
+                exact = _run(reference, exactly, wide, stage)
+                assert got.keys() == plain.keys(), (
+                    f"{stage} gives {sorted(got)}, not {sorted(plain)}"
+                )
+                for name, array in got.items():
+                    label = f"{name} of {shape}, {dtype}, {call[1] or call[0][-1]}"
+                    if np.issubdtype(array.dtype, np.integer):
+                        assert_exact(label, array, plain[name])
+                    else:
+                        checker.compare(
+                            label,
+                            array,
+                            exact[name],
+                            plain[name],
+                            dtype_of(plain[name]),
+                            unit=dtype,
+                        )
