@@ -14,6 +14,8 @@ SCALE ?= 1/8
 DTYPE ?= float32
 SEED ?= 0
 
+MINUTES ?= 10
+
 # Where pip puts things, and what it installs, is said here and not by the caller's environment.
 # Indexes, certificates, proxies and constraints of the caller stay in force.
 unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT PIP_DRY_RUN PIP_NO_DEPS PIP_REQUIREMENT
@@ -35,7 +37,7 @@ INPUTS := pyproject.toml constraints.txt
 DEMO_STAMP := .venv/.installed-demo-$(subst $(space),-,$(BACKENDS))
 MOVED := $(shell test "$$(cat .venv/.created 2>/dev/null)" = "$$(pwd -P)" || echo moved)
 
-.PHONY: help demo test lint gpu-check clean distclean FORCE
+.PHONY: help demo test lint fuzz gpu-check clean distclean FORCE
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -45,6 +47,7 @@ help:
 	@echo '                  TOKENS=$(TOKENS) SCALE=$(SCALE) DTYPE=$(DTYPE) SEED=$(SEED) FAMILY=$(FAMILY)'
 	@echo 'make test         install everything the tests need and run them   ARGS="-k router" WORKERS=2'
 	@echo 'make lint         ruff, mypy --strict, pyright, import-linter'
+	@echo 'make fuzz         random layers on every backend until one fails   MINUTES=$(MINUTES) SEED=$(SEED)'
 	@echo 'make gpu-check    on a machine with a GPU: its own python3, nothing installed'
 	@echo 'make clean        remove results and caches; make distclean removes .venv as well'
 	@echo
@@ -112,6 +115,9 @@ lint: .venv/.installed-lint
 	$(VPY) -m mypy --strict
 	env -u PYRIGHT_PYTHON_FORCE_VERSION -u PYRIGHT_PYTHON_PYLANCE_VERSION PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(VPY) -m pyright
 	.venv/bin/lint-imports --no-cache
+
+fuzz: .venv/.installed-test
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv/bin/ruda fuzz --minutes $(MINUTES) --seed $(SEED)
 
 gpu-check:
 	PYTHONPATH='.:backends$(if $(PYTHONPATH),:$(PYTHONPATH))' "$(PYTHON)" benchmarks/gpu_check.py

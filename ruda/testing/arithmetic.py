@@ -39,7 +39,7 @@ class Arithmetic:
     logits: np.dtype[Any]
     """The logits gradient: L."""
     is_sequential: bool = False
-    """Whether products of a matrix and a vector are summed one element after the other."""
+    """Whether long sums are added up one element after the other."""
     is_fused: bool = False
     """Whether sums over products are rounded, and can overflow, only as a whole."""
     noise: np.random.Generator | None = None
@@ -93,6 +93,12 @@ class Arithmetic:
             fused: Array = matrix.astype(_EXTENDED) @ vector.astype(_EXTENDED)
             return fused.astype(vector.dtype)
         return np.asarray(matrix @ vector)
+
+    def total(self, values: Array) -> Any:
+        """The sum of a vector, in its type."""
+        if self.is_sequential:
+            return np.cumsum(values, dtype=values.dtype)[-1]
+        return np.sum(values)
 
     def computed(self, value: Array) -> Array:
         """A value as another faithful computation in its type might have it."""

@@ -6,8 +6,8 @@ arithmetic is done in several ways, and the worst of each element counts:
 
 * with tokens, experts and both widths permuted, and every value formed in the compute type moved
   to itself or a neighbour: no library promises more than such a faithful rounding of its `exp`;
-* with every product summed strictly one element after the other, as a matrix kernel may and
-  NumPy's own matrix-vector product does not;
+* with every product, and the sum of a softmax, summed strictly one element after the other, as
+  a kernel may and NumPy itself, depending on memory layout, does or does not;
 * with every sum of products rounded once, as fused multiply-adds come near to.
 
 An element that overflows in some of these ways and not in others is an edge: a backend may do

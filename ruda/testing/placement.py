@@ -41,7 +41,8 @@ def place(backend: AnyBackend, array: Array, layout: Layout) -> Any:
 
 def _spread(array: Array) -> Array:
     """Twice as wide, with the values at every second place and NaN or -1 between."""
-    filler = -1 if np.issubdtype(array.dtype, np.integer) else np.nan
+    # Ids that no expert has: -1, or for unsigned types the largest.
+    filler = np.array(-1).astype(array.dtype) if array.dtype.kind in "iu" else np.nan
     wide = np.full((*array.shape[:-1], 2 * array.shape[-1]), filler, array.dtype)
     wide[..., ::2] = array
     return wide

@@ -7,7 +7,7 @@ Legend: T tokens, E experts, k slots; p scores, q gathered scores. Of contract 3
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ def sigmoid(x: Array) -> Array:
     return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
 
 
-def scores(x_E: Array, scoring: RouterScoring) -> Array:
+def scores(x_E: Array, scoring: RouterScoring, total: Callable[[Array], Any] = np.sum) -> Array:
     """The scores of one row of logits, in the type of the row; NaN for an undefined softmax."""
     if scoring is RouterScoring.SIGMOID:
         return sigmoid(x_E)
@@ -40,7 +40,7 @@ def scores(x_E: Array, scoring: RouterScoring) -> Array:
     if _softmax_is_undefined(x_E):
         return np.full_like(x_E, np.nan)
     exp_E = np.exp(x_E - x_E.max())
-    return np.asarray(exp_E / exp_E.sum())
+    return np.asarray(exp_E / total(exp_E))
 
 
 def reference_selection(
@@ -75,7 +75,7 @@ def router_weights(
         for t, x_E in enumerate(logits_TE.astype(arithmetic.router)):
             if not _ids_in_range(ids_Tk[t], len(x_E)):
                 continue
-            q_k = arithmetic.computed(scores(x_E, options.scoring)[ids_Tk[t]])
+            q_k = arithmetic.computed(scores(x_E, options.scoring, arithmetic.total)[ids_Tk[t]])
             if options.renormalize:
                 total = _denominator(q_k, options.epsilon)
                 q_k = np.full_like(q_k, np.nan) if total == 0 or np.isnan(total) else q_k / total
@@ -113,7 +113,7 @@ def _row_backward(
 ) -> Array:
     """The gradient of one row with in-range ids, before the scale; all NaN if it is invalid."""
     is_exact = arithmetic.is_exact
-    p_E = arithmetic.computed(scores(x_E, options.scoring))
+    p_E = arithmetic.computed(scores(x_E, options.scoring, arithmetic.total))
     softmax = options.scoring is RouterScoring.SOFTMAX
     if softmax and np.isnan(p_E[0]):
         return np.full_like(x_E, np.nan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from ruda.registry import AnyBackend
 from ruda.testing.layers import dtype_of, numpy_dtype
 from ruda.testing.reference import Arithmetic, reference_layer
 from ruda.testing.tolerance import assert_exact
+from ruda_backend_numpy import NumpyBackend
 
 GRADIENTS = ("input", "logits", "gate", "up", "down")
 
@@ -43,7 +45,7 @@ def test_version() -> None:
 
 def test_help_names_every_command() -> None:
     text = run("--help").stdout
-    for command in ("backends", "make-layer", "forward", "backward", "parity"):
+    for command in ("backends", "make-layer", "forward", "backward", "parity", "fuzz"):
         assert command in text
     assert "make-layer" in run(status=2).stdout
 
@@ -225,3 +227,46 @@ def test_outputs_are_replaced(tmp_path: Path, layer_file: Path) -> None:
     assert list(read_tensors(path)[0]) == ["input"]
     assert path.stat().st_mode & 0o777 == 0o640
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_fuzz(tmp_path: Path) -> None:
+    words = ("fuzz", "--backends", "numpy", "--rounds", 1, "--seed", 3, "-o", tmp_path)
+    text = run(*words).stdout
+    assert "numpy, seed 3: 100 examples passed" in text
+    assert "verdict: passed, 100 examples" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_fuzz_saves_what_fails(tmp_path: Path) -> None:
+    class Swapped(NumpyBackend):
+        """Gate and up exchanged."""
+
+        name = "swapped"
+
+        def swiglu(self, gate_output: Any, up_output: Any, /) -> Any:
+            return super().swiglu(up_output, gate_output)
+
+    ruda.register_backend("swapped", Swapped)
+    words = ("fuzz", "--backends", "swapped", "--rounds", 1, "-o", tmp_path)
+    text = run(*words, status=1).stdout
+    assert "swapped gets this wrong: branch:" in text
+    path = tmp_path / "fuzz-swapped-0.safetensors"
+    layer = read_layer(path)
+    assert (layer.tokens, layer.input.shape) == (1, (1, 1))
+    assert "FAILED" in run("parity", path, "--backends", "swapped", status=1).stdout
+    assert "passed" in run("parity", path, "--backends", "numpy").stdout
+    # The code it prints shows the fault.
+    code = text.split("ready to paste:")[1].split("print(specimen.layer())")[0]
+    assert 'ruda.get_backend("swapped")' in code
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--minutes", 0), "--minutes: expected a number above 0, got 0"),
+        (("--backends", "numpy,numpy"), "--backends: expected each once, got numpy, numpy"),
+        (("-o", "nowhere/at/all"), "nowhere/at/all"),
+    ],
+)
+def test_fuzz_refuses(words: tuple[object, ...], said: str) -> None:
+    assert said in run("fuzz", "--backends", "numpy", *words, status=2).output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import ruda
 from ruda import registry
+from ruda.testing.run_kit import run_kit
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,13 +36,16 @@ def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert names["grads"].down.shape == (8, 64, 48)
 
 
-def test_write_a_backend() -> None:
+def test_write_a_backend(record_property: Callable[[str, object], None]) -> None:
     pytest.importorskip("array_api_strict")
     try:
         names = run("docs/write-a-backend.md")
         assert "strict" in ruda.known_backends()
         assert ruda.backend_of(names["output"]).name == "strict"
         assert names["grads"].down.shape == (4, 8, 6)
+        report = run_kit(names["backend"], opened_by='ruda.get_backend("strict")')
+        record_property("conformance", report.table())
+        assert report.passed, report.table()
     finally:
         registry._registered.pop("strict", None)
         registry._classes.pop("strict", None)
