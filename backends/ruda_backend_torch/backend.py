@@ -130,8 +130,8 @@ class TorchBackend(Backend[Tensor, Tensor, Tensor]):
         if array.dtype.name == "bfloat16":
             bits = torch.tensor(array.view("uint16").astype("int32")).to(torch.uint16)
             return bits.view(torch.bfloat16).to(self.device)
-        # A copy first: PyTorch reads no array that lies backwards.
-        return torch.tensor(array.copy(), device=self.device)
+        # NumPy copies, then the memory is shared: PyTorch reads no array that lies backwards.
+        return torch.asarray(array.copy(), device=self.device)
 
     def to_numpy(self, tensor: Tensor, /) -> Any:
         host = tensor.detach().cpu()
