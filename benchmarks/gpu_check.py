@@ -247,7 +247,7 @@ def _layer(size: Size, dtype: Any) -> Any:
 def parity(arguments: argparse.Namespace) -> int:
     """The relative Frobenius error of each result, and whether the tolerance rule allows it."""
     import ruda
-    from ruda.options import CombineGradientStrategy, Request
+    from ruda.base.strategies import CombineGradientStrategy, Request
     from ruda.testing.envelope import references
     from ruda.testing.reference import reference_selection
     from ruda.testing.tolerance import compare
@@ -345,8 +345,8 @@ def _products(
     backend: Any, state: Any, operands: list[Any], grad_output: Any
 ) -> list[Callable[[], None]]:
     """The expert products of a forward and of a backward pass, nothing else."""
-    from ruda.dispatch import row_tokens
-    from ruda.experts import segments
+    from ruda.stages.dispatch import row_tokens
+    from ruda.stages.products import segments
 
     layout = state.experts.layout
     input, _, gate, up, down = operands

@@ -1,8 +1,17 @@
 """The routed Mixture-of-Experts branch with explicit gradients, on any array backend."""
 
 from ruda.backend import Backend, BackendOf, BackendTypes
-from ruda.dtypes import DType, parse_dtype
-from ruda.errors import (
+from ruda.backend.registry import (
+    Availability,
+    available_backends,
+    backend_of,
+    get_backend,
+    known_backends,
+    register_backend,
+)
+from ruda.backend.specification import specification
+from ruda.base.dtypes import DType, parse_dtype
+from ruda.base.errors import (
     BackendMismatchError,
     BackendUnavailableError,
     ConfigurationError,
@@ -17,32 +26,16 @@ from ruda.errors import (
     UnknownBackendError,
     UnsupportedStrategyError,
 )
-from ruda.expert_stage import experts_backward, experts_backward_selected, experts_forward
-from ruda.moe import (
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
+from ruda.branch.experts import experts_backward, experts_backward_selected, experts_forward
+from ruda.branch.moe import (
     moe_backward,
     moe_backward_selected,
     moe_forward,
     moe_inference,
     moe_route_indices,
 )
-from ruda.options import (
-    CombineAccumulation,
-    CombineGradientStrategy,
-    ExpertOptions,
-    ExpertsGradientSelection,
-    ExpertStrategy,
-    FixedSelection,
-    GroupedSelection,
-    Intermediates,
-    MoeGradientSelection,
-    MoeOptions,
-    Request,
-    RouterScoring,
-    RouterWeightOptions,
-    Selection,
-    SoftmaxSelection,
-)
-from ruda.records import (
+from ruda.branch.records import (
     ExpertsBackward,
     ExpertsBackwardSelected,
     ExpertsState,
@@ -50,15 +43,21 @@ from ruda.records import (
     MoeBackwardSelected,
     MoeState,
 )
-from ruda.registry import (
-    Availability,
-    available_backends,
-    backend_of,
-    get_backend,
-    known_backends,
-    register_backend,
+from ruda.branch.router import selected_router_weights, selected_router_weights_backward
+from ruda.stages.options import (
+    CombineAccumulation,
+    ExpertOptions,
+    ExpertsGradientSelection,
+    FixedSelection,
+    GroupedSelection,
+    Intermediates,
+    MoeGradientSelection,
+    MoeOptions,
+    RouterScoring,
+    RouterWeightOptions,
+    Selection,
+    SoftmaxSelection,
 )
-from ruda.router import selected_router_weights, selected_router_weights_backward
 
 __version__ = "0.1.0"
 
@@ -118,4 +117,5 @@ __all__ = [
     "register_backend",
     "selected_router_weights",
     "selected_router_weights_backward",
+    "specification",
 ]

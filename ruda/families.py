@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ruda.dtypes import DType
-from ruda.errors import ConfigurationError
-from ruda.options import (
+from ruda.base.dtypes import DType
+from ruda.base.errors import ConfigurationError
+from ruda.stages.options import (
     GroupedSelection,
     MoeOptions,
     RouterScoring,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import ruda
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
 
 # Helpers several test files share; never shipped.
 sys.path.insert(0, str(Path(__file__).parent / "support"))

@@ -13,15 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ruda.array_api import MutableArrayApiBackend
-from ruda.dispatch import Dispatch
-from ruda.dtypes import DType, wider
-from ruda.options import (
-    CombineAccumulation,
-    CombineGradientStrategy,
-    ExpertStrategy,
-    Request,
-)
+from ruda.backend.array_api import MutableArrayApiBackend
+from ruda.base.dtypes import DType, wider
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
+from ruda.stages.dispatch import Dispatch
+from ruda.stages.options import CombineAccumulation
 from ruda_backend_cupy import source
 from ruda_backend_cupy.source import Kernel
 

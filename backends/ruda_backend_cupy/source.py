@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from ruda.dtypes import DType, wider
+from ruda.base.dtypes import DType, wider
 
 OPTIONS = ("--std=c++17", "--fmad=false")
 """For NVRTC: a product is rounded before it is added, as the contract's roundings want it."""

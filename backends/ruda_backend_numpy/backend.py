@@ -13,8 +13,8 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ruda.array_api import MutableArrayApiBackend
-from ruda.dtypes import DType
+from ruda.backend.array_api import MutableArrayApiBackend
+from ruda.base.dtypes import DType
 
 FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]

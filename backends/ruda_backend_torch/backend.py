@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from ruda.backend import Backend
-from ruda.dtypes import DType
-from ruda.experts import segments
-from ruda.options import ExpertStrategy, Request
+from ruda.base.dtypes import DType
+from ruda.base.strategies import ExpertStrategy, Request
+from ruda.stages.products import segments
 
 A = TypeVar("A")
 

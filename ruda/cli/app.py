@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,6 @@ import ruda
 from ruda.cli.atomic import check_destination, write_text
 from ruda.cli.console import CliError, stdout, steps
 from ruda.cli.entry import Cli
-
-if TYPE_CHECKING:
-    from ruda.registry import AnyBackend
-    from ruda.testing.layers import Layer
 
 app = typer.Typer(
     cls=Cli,
@@ -133,11 +129,12 @@ def forward(
     output: Output = None,
 ) -> None:
     """Run a layer's forward pass; writes `output`, `expert_ids` and `weights`."""
+    from ruda.cli.prepare import prepare
     from ruda.cli.results import print_tensors, run_metadata
     from ruda.cli.run import run_layer
     from ruda.cli.tensor_file import write_tensors
 
-    chosen, operands = _prepare(layer, backend, device, dtype, output)
+    chosen, operands = prepare(layer, backend, device, dtype, output)
     with steps(1) as bar, bar.step(f"{chosen.name} on {chosen.device}"):
         run = run_layer(chosen, operands, ruda.MoeGradientSelection.none())
     tensors = {"output": run.output, "expert_ids": run.expert_ids, "weights": run.weights}
@@ -160,12 +157,13 @@ def backward(
     output: Output = None,
 ) -> None:
     """Run a layer forward and backward; writes the wanted ones of the five gradients."""
+    from ruda.cli.prepare import prepare
     from ruda.cli.results import parse_gradients, print_tensors, run_metadata
     from ruda.cli.run import run_layer
     from ruda.cli.tensor_file import write_tensors
 
     wanted = parse_gradients(gradients)
-    chosen, operands = _prepare(layer, backend, device, dtype, output)
+    chosen, operands = prepare(layer, backend, device, dtype, output)
     with steps(1) as bar, bar.step(f"{chosen.name} on {chosen.device}"):
         run = run_layer(chosen, operands, wanted)
     if output is not None:
@@ -198,6 +196,7 @@ def parity(
     from ruda.cli import parity as compared
     from ruda.cli.memory import check_memory
     from ruda.cli.parity_report import print_report, report_to_dict
+    from ruda.cli.prepare import read
 
     names = None if backends is None else [name.strip() for name in backends.split(",")]
     for destination in (plot, json_file):
@@ -208,7 +207,7 @@ def parity(
         from ruda.cli.parity_plot import plot_format
 
         plot_format(plot)
-    operands = _read(layer, dtype)
+    operands = read(layer, dtype)
     check_memory("the reference", compared.reference_bytes(operands), "a smaller layer needs less")
     found, absent = compared.present_backends(names, device)
     with steps(len(found) + 1) as bar:
@@ -263,23 +262,3 @@ def fuzz(
         raise CliError("no backend is present to try")
     if not fuzzing.fuzz(stdout(), found, minutes=minutes, seed=seed, rounds=rounds, folder=output):
         raise typer.Exit(1)
-
-
-def _read(path: Path, dtype: str | None) -> Layer:
-    from ruda.cli.layer_file import cast_layer, read_layer
-
-    wanted = None if dtype is None else ruda.parse_dtype(dtype)
-    layer = read_layer(path)
-    return layer if wanted is None else cast_layer(layer, wanted)
-
-
-def _prepare(
-    path: Path, backend: str, device: str | None, dtype: str | None, output: Path | None
-) -> tuple[AnyBackend, Layer]:
-    """What a pass needs, checked from the cheapest to the dearest."""
-    if output is not None:
-        check_destination(output)
-        if output.exists() and path.exists() and output.samefile(path):
-            raise CliError(f"{output}: is the layer file itself")
-    layer = _read(path, dtype)
-    return ruda.get_backend(backend, device=device), layer

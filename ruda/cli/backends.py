@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import ruda
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
 from ruda.cli.console import table
-from ruda.dtypes import DType
-from ruda.options import CombineGradientStrategy, ExpertStrategy, Request
-from ruda.registry import AnyBackend
 
 
 def print_backends(console: Console) -> None:

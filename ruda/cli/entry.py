@@ -16,8 +16,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from ruda.base.errors import MoeError
 from ruda.cli.console import CliError
-from ruda.errors import MoeError
 
 BAD_INPUT = 2
 FAULT = 3

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import ruda
+from ruda.backend.registry import AnyBackend
 from ruda.cli.atomic import check_destination
 from ruda.cli.console import CliError, table
 from ruda.cli.layer_file import write_layer
-from ruda.registry import AnyBackend
 from ruda.testing.fuzz import Finding, Tally, hunt
 
 EXAMPLES = 100

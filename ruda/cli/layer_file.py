@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ruda.base.dtypes import DType
+from ruda.base.errors import DTypeError, MoeError
 from ruda.cli.options_json import dump_options, load_options
 from ruda.cli.tensor_file import LayerFileError, read_tensors, write_tensors
-from ruda.dtypes import DType
-from ruda.errors import DTypeError, MoeError
-from ruda.options import FixedSelection, SoftmaxSelection
+from ruda.stages.options import FixedSelection, SoftmaxSelection
 from ruda.testing.layers import Array, Layer, dtype_of, numpy_dtype
 
 __all__ = ["LayerFileError", "cast_layer", "read_layer", "write_layer"]

@@ -14,8 +14,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from ruda.base.dtypes import DType
 from ruda.cli.console import CliError, Steps
-from ruda.dtypes import DType
 from ruda.families import Family
 from ruda.testing.layers import Array, Layer, numpy_dtype
 

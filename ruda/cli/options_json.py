@@ -18,11 +18,10 @@ from dataclasses import MISSING, fields
 from enum import Enum
 from typing import Any, TypeVar, cast
 
-from ruda.errors import ConfigurationError
-from ruda.options import (
+from ruda.base.errors import ConfigurationError
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy
+from ruda.stages.options import (
     CombineAccumulation,
-    CombineGradientStrategy,
-    ExpertStrategy,
     FixedSelection,
     GroupedSelection,
     Intermediates,

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 import ruda
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
+from ruda.base.errors import DTypeError, MoeError, UnsupportedStrategyError
 from ruda.cli.console import CliError, Steps
 from ruda.cli.run import Run, run_layer
-from ruda.dtypes import DType
-from ruda.errors import DTypeError, MoeError, UnsupportedStrategyError
-from ruda.options import MoeGradientSelection
-from ruda.registry import AnyBackend
+from ruda.stages.options import MoeGradientSelection
 from ruda.testing.envelope import references
 from ruda.testing.layers import Array, Layer
 from ruda.testing.reference import reference_selection

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import ruda
+from ruda.backend.registry import AnyBackend
 from ruda.cli.console import CliError, table
 from ruda.cli.options_json import dump_options
-from ruda.options import MoeGradientSelection
-from ruda.registry import AnyBackend
+from ruda.stages.options import MoeGradientSelection
 from ruda.testing.layers import Array, Layer
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 import ruda
 from ruda.backend import Backend
-from ruda.errors import DTypeError
-from ruda.options import FixedSelection, MoeGradientSelection
+from ruda.base.errors import DTypeError
+from ruda.stages.options import FixedSelection, MoeGradientSelection
 from ruda.testing.layers import Array, Layer
 
 

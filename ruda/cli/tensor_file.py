@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
+from ruda.base.errors import MoeError
 from ruda.cli.atomic import replacing
-from ruda.errors import MoeError
 from ruda.testing.layers import Array
 
 

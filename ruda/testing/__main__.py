@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ruda.errors import MoeError
-from ruda.registry import AnyBackend, get_backend, load_backend
+from ruda.backend.registry import AnyBackend, get_backend, load_backend
+from ruda.base.errors import MoeError
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m ruda.testing",
         description="Check a backend against the contract: every required operation, each "
-        "replaced kernel against the generic body, then the contract section by section.",
+        "replaced kernel against the written body, then the contract section by section.",
         epilog="Exit status: 0 if everything that applies passed, 1 if not, 2 if nothing ran.",
     )
     parser.add_argument(
@@ -29,7 +29,7 @@ def open_backend(text: str, device: str | None) -> tuple[AnyBackend, str]:
     if ":" in text:
         kind = load_backend(text)
         argument = repr(device) if device else ""
-        code = f'ruda.registry.load_backend("{text}")({argument})'
+        code = f'ruda.backend.registry.load_backend("{text}")({argument})'
         backend: AnyBackend = kind(device) if device else kind()  # type: ignore[call-arg]
         return backend, code
     argument = f", device={device!r}" if device else ""

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ruda.dtypes import DType, wider
-from ruda.options import CombineAccumulation, Intermediates
+from ruda.base.dtypes import DType, wider
+from ruda.stages.options import CombineAccumulation, Intermediates
 from ruda.testing.layers import Array, Layer, numpy_dtype
 
 _EXTENDED: np.dtype[Any] = np.dtype(np.longdouble)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ruda.options import CombineAccumulation, FixedSelection
+from ruda.stages.options import CombineAccumulation, FixedSelection
 from ruda.testing.arithmetic import Arithmetic
 from ruda.testing.layers import Array, Layer
 from ruda.testing.reference import ReferenceResult, reference_layer

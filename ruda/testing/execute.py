@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ruda.expert_stage import experts_backward, experts_forward
-from ruda.moe import moe_backward, moe_forward, moe_inference, moe_route_indices
-from ruda.options import ExpertOptions, FixedSelection, MoeGradientSelection, MoeOptions
-from ruda.records import MoeState
-from ruda.registry import AnyBackend
-from ruda.router import selected_router_weights
+from ruda.backend.registry import AnyBackend
+from ruda.branch.experts import experts_backward, experts_forward
+from ruda.branch.moe import moe_backward, moe_forward, moe_inference, moe_route_indices
+from ruda.branch.records import MoeState
+from ruda.branch.router import selected_router_weights
+from ruda.stages.options import ExpertOptions, FixedSelection, MoeGradientSelection, MoeOptions
 from ruda.testing.envelope import envelope
 from ruda.testing.layers import Array, Layer
 from ruda.testing.placement import place

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ruda.array_api import MutableArrayApiBackend
-from ruda.dtypes import DType
+from ruda.backend.array_api import MutableArrayApiBackend
+from ruda.base.dtypes import DType
 from ruda.testing.layers import Array
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.errors import Flaky
 
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
 from ruda.testing.properties import Fault, first_fault, placeable
 from ruda.testing.specimen import Specimen
 from ruda.testing.strategies import ANY_SIZES, Sizes, features, specimens

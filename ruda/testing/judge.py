@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ruda.dtypes import DType
+from ruda.base.dtypes import DType
 from ruda.testing.execute import expected
 from ruda.testing.layers import Array
 from ruda.testing.specimen import Specimen

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from ruda.dtypes import DType
-from ruda.errors import DTypeError
-from ruda.options import FixedSelection, MoeOptions
+from ruda.base.dtypes import DType
+from ruda.base.errors import DTypeError
+from ruda.stages.options import FixedSelection, MoeOptions
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 

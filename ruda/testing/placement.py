@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
 from ruda.testing.layers import Array
 from ruda.testing.specimen import Layout
 

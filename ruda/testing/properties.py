@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ruda.moe import moe_backward, moe_route_indices
-from ruda.options import FixedSelection
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
+from ruda.branch.moe import moe_backward, moe_route_indices
+from ruda.stages.options import FixedSelection
 from ruda.testing.execute import Placed, expected, on_host, placed, run_experts, run_moe
 from ruda.testing.judge import judge
 from ruda.testing.layers import Array

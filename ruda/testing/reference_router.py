@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ruda.errors import SelectionError
-from ruda.options import (
+from ruda.base.errors import SelectionError
+from ruda.stages.options import (
     FixedSelection,
     GroupedSelection,
     RouterScoring,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
 from ruda.testing import conformance
 from ruda.testing.conformance.plugin import Plugin
 from ruda.testing.report import Report

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from ruda.errors import MoeError
+from ruda.base.errors import MoeError
 from ruda.testing.specimen import Numbers, Specimen
 
 Check = Callable[[Specimen], "str | None"]

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ruda.dtypes import DType
-from ruda.options import (
+from ruda.base.dtypes import DType
+from ruda.stages.options import (
     CombineAccumulation,
     FixedSelection,
     GroupedSelection,

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 from hypothesis import strategies as st
 
-from ruda.dtypes import DType
-from ruda.options import CombineAccumulation, Intermediates, RouterScoring
+from ruda.base.dtypes import DType
+from ruda.stages.options import CombineAccumulation, Intermediates, RouterScoring
 from ruda.testing.specimen import Choice, Flaw, Layout, Numbers, Routing, Specimen
 
 T = TypeVar("T")

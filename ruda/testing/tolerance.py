@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ruda.dtypes import DType
+from ruda.base.dtypes import DType
 from ruda.testing.layers import Array, numpy_dtype
 
 # Stored mantissa bits, and the exponent of the smallest normal number.

@@ -129,7 +129,7 @@ static void launch(
 }
 """
 
-# For tests that want the generic bodies to use the kernels' own exponential.
+# For tests that want the written bodies to use the kernels' own exponential.
 EXPONENTIALS = r"""
 extern "C" int flush_subnormals(int on) {  // 1 if this processor can
 #ifdef __SSE2__

@@ -1,7 +1,7 @@
 """A stand-in for the CuPy backend: NumPy in CuPy's place, a host compiler in the GPU's.
 
 `CupyStandIn` runs everything of the CuPy backend but the device: the same operations on NumPy's
-namespace, the same kernel source compiled for the CPU (or, without a C++ compiler, the generic
+namespace, the same kernel source compiled for the CPU (or, without a C++ compiler, the written
 bodies the kernels replace). It shows that the logic is right, not that it runs on a GPU.
 """
 
@@ -13,19 +13,12 @@ from typing import Any, ClassVar
 import cupy_host_kernels
 import numpy as np
 
-from ruda.array_api import MutableArrayApiBackend
+from ruda.backend.array_api import MutableArrayApiBackend
+from ruda.backend.specification import specification_class
 from ruda_backend_cupy.operations import CupyOperations
 from ruda_backend_cupy.source import Kernel
 
 HAS_COMPILER = cupy_host_kernels.compiler() is not None
-KERNEL_STAGES = (
-    "add_rows",
-    "swiglu",
-    "swiglu_backward",
-    "weight_gradient_rows",
-    "combine",
-    "copy_backward",
-)
 
 
 class CupyStandIn(CupyOperations):
@@ -39,7 +32,7 @@ class CupyStandIn(CupyOperations):
 
     @property
     def version(self) -> str:
-        kernels = "host-compiled kernels" if HAS_COMPILER else "generic bodies: no C++ compiler"
+        kernels = "host-compiled kernels" if HAS_COMPILER else "written bodies: no C++ compiler"
         return f"NumPy {np.__version__} standing in for CuPy, {kernels}"
 
     def numerics(self) -> AbstractContextManager[object]:
@@ -52,6 +45,9 @@ class CupyStandIn(CupyOperations):
         cupy_host_kernels.launch(kernel, blocks, threads, *arguments)
 
 
+class _WithoutKernels(CupyStandIn):
+    add_rows = MutableArrayApiBackend.add_rows  # the one kernel that is no stage
+
+
 if not HAS_COMPILER:
-    for stage in KERNEL_STAGES:
-        setattr(CupyStandIn, stage, getattr(MutableArrayApiBackend, stage))
+    CupyStandIn = specification_class(_WithoutKernels)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ruda
 from ruda.backend import Backend
-from ruda.tensors import F, I, L
+from ruda.base.tensors import F, I, L
 from ruda_backend_numpy import NumpyBackend
 from ruda_backend_torch import TorchBackend
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import ruda
 from ruda.backend import Backend, BackendOf, BackendTypes
-from ruda.dispatch import Dispatch
-from ruda.tensors import F, I, L
+from ruda.base.tensors import F, I, L
+from ruda.stages.dispatch import Dispatch
 from ruda_backend_numpy import NumpyBackend
 from ruda_backend_torch import TorchBackend
 
@@ -216,3 +216,21 @@ def generic_functions_keep_the_type(
     assert_type(exactly_its_backend(TorchBackend(), t, t, options), ruda.MoeBackward[TorchBackend])
     assert_type(exactly_its_backend(TorchBackend(), t, t, options).up, Tensor)
     assert_type(twice(state, t), ruda.MoeBackward[TorchBackend])
+
+
+def a_specification_has_the_tensors_of_its_backend(
+    x: FloatArray, t: Tensor, ids: npt.NDArray[np.integer[Any]], options: ruda.MoeOptions
+) -> None:
+    assert_type(ruda.specification(NumpyBackend()).swiglu(x, x), FloatArray)
+    assert_type(ruda.specification(TorchBackend()).swiglu(t, t), Tensor)
+    assert_type(ruda.specification(NumpyBackend()).dispatch(ids, 3), Dispatch[IntArray])
+    written = ruda.specification(NumpyBackend())
+    output, state = ruda.moe_forward(x, x, x, x, x, options=options, backend=written)
+    assert_type(output, FloatArray)
+    assert_type(ruda.moe_backward(state, output).up, FloatArray)
+    assert_type(ruda.moe_inference(t, t, t, t, t, options=options, backend="torch"), Tensor)
+
+
+def of_a_generic_backend_too(backend: Backend[F, I, L], x: F) -> None:
+    assert_type(ruda.specification(backend), Backend[F, I, L])
+    assert_type(ruda.specification(backend).swiglu(x, x), F)

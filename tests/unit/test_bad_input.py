@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.options import (
+from ruda.backend.registry import AnyBackend
+from ruda.stages.options import (
     FixedSelection,
     GroupedSelection,
     MoeOptions,
@@ -26,7 +27,6 @@ from ruda.options import (
     RouterWeightOptions,
     SoftmaxSelection,
 )
-from ruda.registry import AnyBackend
 
 T, E, K, H, I = 5, 4, 2, 6, 3
 BF16, F16, F32, F64 = ml_dtypes.bfloat16, np.float16, np.float32, np.float64

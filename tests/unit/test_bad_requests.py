@@ -15,23 +15,21 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.options import (
+from ruda.backend.registry import AnyBackend
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
+from ruda.stages.options import (
     CombineAccumulation,
-    CombineGradientStrategy,
     ExpertOptions,
     ExpertsGradientSelection,
-    ExpertStrategy,
     FixedSelection,
     GroupedSelection,
     Intermediates,
     MoeGradientSelection,
     MoeOptions,
-    Request,
     RouterScoring,
     RouterWeightOptions,
     SoftmaxSelection,
 )
-from ruda.registry import AnyBackend
 
 T, E, K, H, I = 5, 4, 2, 6, 3
 SOFTMAX = RouterScoring.SOFTMAX

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
 from ruda.testing.layers import numpy_dtype
 from ruda.testing.tolerance import assert_same_bits
 

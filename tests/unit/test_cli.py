@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import ruda
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
 from ruda.cli.app import app
 from ruda.cli.layer_file import cast_layer, read_layer
 from ruda.cli.options_json import load_options
 from ruda.cli.tensor_file import read_tensors
-from ruda.dtypes import DType
 from ruda.families import FAMILIES, get_family
-from ruda.registry import AnyBackend
 from ruda.testing.layers import dtype_of, numpy_dtype
 from ruda.testing.reference import Arithmetic, reference_layer
 from ruda.testing.tolerance import assert_exact

@@ -13,12 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 import ruda
+from ruda.base.dtypes import DType
+from ruda.base.strategies import ExpertStrategy
 from ruda.cli.app import app
 from ruda.cli.layer_file import write_layer
 from ruda.cli.options_json import dump_options
 from ruda.cli.tensor_file import read_tensors, write_tensors
-from ruda.dtypes import DType
-from ruda.options import ExpertStrategy, MoeOptions, RouterScoring, RouterWeightOptions
+from ruda.stages.options import MoeOptions, RouterScoring, RouterWeightOptions
 from ruda.testing.layers import random_layer
 
 OPTIONS = MoeOptions(

@@ -11,19 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ruda.base.dtypes import DType
+from ruda.base.errors import ConfigurationError, MoeError
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy
 from ruda.cli.atomic import replacing, write_text
 from ruda.cli.console import CliError
 from ruda.cli.histogram import load_lines
 from ruda.cli.layer_file import LayerFileError, cast_layer, read_layer, write_layer
 from ruda.cli.options_json import dump_options, load_options
 from ruda.cli.tensor_file import read_tensors, write_tensors
-from ruda.dtypes import DType
-from ruda.errors import ConfigurationError, MoeError
 from ruda.families import FAMILIES
-from ruda.options import (
+from ruda.stages.options import (
     CombineAccumulation,
-    CombineGradientStrategy,
-    ExpertStrategy,
     FixedSelection,
     GroupedSelection,
     Intermediates,

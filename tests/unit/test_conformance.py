@@ -11,10 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ruda import experts, weights
-from ruda.dtypes import DType
-from ruda.options import Intermediates
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
+from ruda.stages.options import Intermediates
 from ruda.testing.report import SECTIONS, Report
 from ruda.testing.run_kit import run_kit
 from ruda_backend_numpy import NumpyBackend
@@ -63,7 +62,7 @@ class Swapped(NumpyBackend):
     """Gate and up exchanged."""
 
     def swiglu(self, gate_output: Any, up_output: Any, /) -> Any:
-        return experts.swiglu(self, up_output, gate_output)
+        return super().swiglu(up_output, gate_output)
 
 
 class SlotOrder(NumpyBackend):
@@ -99,7 +98,7 @@ class ScaleLost(NumpyBackend):
     """The scale applied only where weights are renormalized."""
 
     def router_weights(self, logits: Any, expert_ids: Any, options: Any, /) -> Any:
-        found = weights.router_weights(self, logits, expert_ids, options)
+        found = super().router_weights(logits, expert_ids, options)
         return found if options.renormalize else found / options.scale
 
 

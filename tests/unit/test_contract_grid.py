@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.dtypes import DType
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
 from ruda.testing.envelope import references
 from ruda.testing.layers import Array, Layer, random_layer
 from ruda.testing.reference import reference_selection

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda import array_api
-from ruda.options import CombineGradientStrategy, ExpertStrategy, Request
-from ruda.registry import AnyBackend
+from ruda.backend import array_api
+from ruda.backend.registry import AnyBackend
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
 from ruda_backend_cupy import operations
 
 ROOT = Path(__file__).parents[2]

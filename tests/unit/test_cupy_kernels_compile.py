@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ruda.dtypes import DType
+from ruda.base.dtypes import DType
 from ruda_backend_cupy.source import OPTIONS, Kernel, combine, every_kernel, swiglu, weight_gradient
 
 # What CuPy adds to every kernel it compiles, ours too.

@@ -1,6 +1,6 @@
-"""The CuPy backend's device kernels do what the generic bodies do, bit for bit.
+"""The CuPy backend's device kernels do what the written bodies do, bit for bit.
 
-The kernels' own source text is compiled for the CPU and run on NumPy arrays; the generic bodies run
+The kernels' own source text is compiled for the CPU and run on NumPy arrays; the written bodies run
 on the NumPy backend, with the host compiler's `exp` in place of NumPy's, which differs in the last
 bit. What is left to tell apart is the order of sums, where it is said what is allowed.
 """
@@ -15,9 +15,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ruda import dispatch, experts
-from ruda.dtypes import DType, wider
-from ruda.options import CombineAccumulation, CombineGradientStrategy
+from ruda.backend.specification import specification
+from ruda.base.dtypes import DType, wider
+from ruda.base.strategies import CombineGradientStrategy
+from ruda.stages.options import CombineAccumulation
 from ruda.testing.layers import Array, numpy_dtype
 from ruda.testing.tolerance import assert_same_bits
 from ruda_backend_cupy import source
@@ -47,6 +48,7 @@ class SameExponential(NumpyBackend):
 
 
 NUMPY = SameExponential()
+WRITTEN = specification(NUMPY)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +97,7 @@ def layouts(tokens: int, slots: int, count: int, seed: int) -> Any:
 def test_swiglu(cupy_stand_in: CupyOperations, dtype: DType) -> None:
     pairs = [(values((37, 65), dtype, 0), values((37, 65), dtype, 1)), special_grid(dtype)[:2]]
     for gate, up in pairs:
-        expected = experts.swiglu(NUMPY, gate, up)
+        expected = WRITTEN.swiglu(gate, up)
         same("activation", cupy_stand_in.swiglu(gate, up), expected)
 
 
@@ -103,7 +105,7 @@ def test_swiglu(cupy_stand_in: CupyOperations, dtype: DType) -> None:
 def test_swiglu_backward(cupy_stand_in: CupyOperations, dtype: DType) -> None:
     random = tuple(values((37, 65), dtype, seed) for seed in range(3))
     for gate, up, da in (random, special_grid(dtype)):
-        expected = experts.swiglu_backward(NUMPY, gate, up, da)
+        expected = WRITTEN.swiglu_backward(gate, up, da)
         found = cupy_stand_in.swiglu_backward(gate, up, da)
         same("dg", found[0], expected[0])
         same("du", found[1], expected[1])
@@ -128,7 +130,7 @@ def test_combine(
         weights = values((tokens, slots), weights_dtype, 4, scale=0.3)
         arguments = (rows, weights, layout)
         options: Any = {"accumulation": accumulation, "dtype": dtype}
-        expected = dispatch.combine(NUMPY, *arguments, **options)
+        expected = WRITTEN.combine(*arguments, **options)
         found = cupy_stand_in.combine(*arguments, **options)
         if dtype is DType.BFLOAT16 and weights_dtype is DType.FLOAT64:
             # ml_dtypes takes a float64 to bfloat16 by way of float32, the kernels do not: one
@@ -148,7 +150,7 @@ def test_copy_backward(cupy_stand_in: CupyOperations, dtype: DType, inner: str) 
     for tokens, slots, hidden in ((17, 5, 7), (1, 1, 1), (3, 20, 300), (0, 2, 4)):
         layout = layouts(tokens, slots, 8, seed=slots)
         rows = values((tokens * slots, hidden), rows_dtype, 5)
-        expected = dispatch.copy_backward(NUMPY, rows, layout, dtype=dtype)
+        expected = WRITTEN.copy_backward(rows, layout, dtype=dtype)
         same("input", cupy_stand_in.copy_backward(rows, layout, dtype=dtype), expected)
 
 
@@ -210,13 +212,13 @@ def test_a_small_grid_comes_round_again() -> None:
     gate, up = values((50, 3), dtype, 1), values((50, 3), dtype, 2)
     found = np.full((50, 3), np.nan, np.float32)
     host.launch(source.swiglu(dtype), 2, 7, gate, up, found, 150)
-    same("activation", found, experts.swiglu(NUMPY, gate, up))
+    same("activation", found, WRITTEN.swiglu(gate, up))
 
     layout = layouts(11, 3, 4, seed=0)
     rows = values((33, 50), dtype, 3)
     found = np.full((11, 50), np.nan, np.float32)
     host.launch(source.copy_backward(dtype, dtype), 2, 32, rows, layout.positions, found, 11, 3, 50)
-    same("input", found, dispatch.copy_backward(NUMPY, rows, layout, dtype=dtype))
+    same("input", found, WRITTEN.copy_backward(rows, layout, dtype=dtype))
 
     found = np.full(33, np.nan, np.float32)
     kernel = source.weight_gradient(dtype, dtype, plane=True)
@@ -263,7 +265,7 @@ def test_flushing_float32_subnormals_harms_no_16_bit_number(dtype: DType) -> Non
 
 def test_float16_gradients_with_float32_subnormals_flushed(cupy_stand_in: CupyOperations) -> None:
     gate, up, da = (values((37, 65), DType.FLOAT16, seed, scale=1e-4) for seed in range(3))
-    expected = experts.swiglu_backward(NUMPY, gate, up, da)
+    expected = WRITTEN.swiglu_backward(gate, up, da)
     with host.flushed_subnormals():
         found = cupy_stand_in.swiglu_backward(gate, up, da)
     assert (np.abs(expected[0].astype(float)) < 2.0**-14).mean() > 0.5  # subnormal, most of them

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.dispatch import Dispatch
-from ruda.dtypes import DType
-from ruda.options import CombineAccumulation, RouterScoring
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
+from ruda.stages.dispatch import Dispatch
+from ruda.stages.options import CombineAccumulation, RouterScoring
 from ruda.testing.layers import Array, numpy_dtype, random_layer
 
 DTYPES = list(DType)

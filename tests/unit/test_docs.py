@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ruda
-from ruda import registry
+from ruda.backend import registry
 from ruda.testing.run_kit import run_kit
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.dtypes import DType
+from ruda.base.dtypes import DType
 from ruda.families import FAMILIES, get_family
 from ruda.testing.reference import Arithmetic, reference_selection, reference_weights
 

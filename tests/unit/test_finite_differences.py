@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
 from ruda.testing.layers import Array, random_layer
 
 TOKENS, EXPERTS, HIDDEN, INTERMEDIATE = 4, 4, 3, 5

@@ -23,8 +23,9 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 import ruda
 from ruda.backend import Backend
-from ruda.dtypes import DType
-from ruda.options import (
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
+from ruda.stages.options import (
     ExpertsGradientSelection,
     FixedSelection,
     GroupedSelection,
@@ -35,7 +36,6 @@ from ruda.options import (
     Selection,
     SoftmaxSelection,
 )
-from ruda.registry import AnyBackend
 
 WEIGHTS = RouterWeightOptions(RouterScoring.SOFTMAX, renormalize=True)
 OPTIONS = MoeOptions(selection=SoftmaxSelection(2), weights=WEIGHTS)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ruda.dtypes import DType
-from ruda.errors import DTypeError, SelectionError
-from ruda.options import (
+from ruda.base.dtypes import DType
+from ruda.base.errors import DTypeError, SelectionError
+from ruda.stages.options import (
     CombineAccumulation,
     FixedSelection,
     GroupedSelection,

@@ -16,8 +16,7 @@ import pytest
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import ruda
-from ruda import registry
-from ruda.backend import Backend
+from ruda.backend import Backend, registry
 from ruda_backend_numpy import NumpyBackend
 
 ROOTS = sorted(
@@ -341,7 +340,7 @@ def test_third_party_tensors_find_their_registered_backend() -> None:
 
 def test_a_third_party_library_runs_a_whole_layer() -> None:
     strict = pytest.importorskip("array_api_strict")
-    from ruda.array_api import ArrayApiBackend
+    from ruda.backend.array_api import ArrayApiBackend
 
     class Strict(ArrayApiBackend[Any, Any, Any]):
         name = "strict"

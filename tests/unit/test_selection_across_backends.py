@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
 from ruda.testing.layers import Array, numpy_dtype
 from ruda.testing.reference import reference_selection
 from ruda.testing.tolerance import assert_exact

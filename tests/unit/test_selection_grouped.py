@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.dtypes import DType
-from ruda.options import GroupedSelection, RouterScoring
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
+from ruda.stages.options import GroupedSelection, RouterScoring
 from ruda.testing.layers import Array, numpy_dtype
 
 NAN, INF = math.nan, math.inf

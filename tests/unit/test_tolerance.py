@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ruda.dtypes import DType
-from ruda.options import MoeOptions, RouterScoring, RouterWeightOptions, SoftmaxSelection
+from ruda.base.dtypes import DType
+from ruda.stages.options import MoeOptions, RouterScoring, RouterWeightOptions, SoftmaxSelection
 from ruda.testing.layers import Array, numpy_dtype, random_layer
 from ruda.testing.reference import Arithmetic, reference_layer
 from ruda.testing.tolerance import Comparison, assert_exact, assert_same_bits, compare, ulp

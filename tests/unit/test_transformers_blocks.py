@@ -25,9 +25,9 @@ import numpy.typing as npt
 import pytest
 
 import ruda
+from ruda.backend.registry import AnyBackend
 from ruda.families import FAMILIES
-from ruda.options import Selection
-from ruda.registry import AnyBackend
+from ruda.stages.options import Selection
 
 SOFTMAX, SIGMOID = ruda.RouterScoring.SOFTMAX, ruda.RouterScoring.SIGMOID
 TOKENS, HIDDEN, INTERMEDIATE = 33, 32, 20

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from ruda.dtypes import DType
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
 from ruda.testing.layers import Array, numpy_dtype
 from ruda.testing.tolerance import assert_exact
 

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ruda.dtypes import DType
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
 from ruda.testing.judge import judge
 from ruda.testing.layers import Array
 from ruda.testing.placement import LayoutUnavailableError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ruda.dtypes import DType
-from ruda.options import CombineAccumulation, RouterScoring
+from ruda.base.dtypes import DType
+from ruda.stages.options import CombineAccumulation, RouterScoring
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.execute import run_moe
 from ruda.testing.layers import Array, numpy_dtype

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.dtypes import DType
-from ruda.options import Intermediates, RouterScoring
+from ruda.base.dtypes import DType
+from ruda.stages.options import Intermediates, RouterScoring
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.execute import on_host, placed, run_moe
 from ruda.testing.layers import numpy_dtype

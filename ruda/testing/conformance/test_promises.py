@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.dtypes import DType
+from ruda.base.dtypes import DType
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.execute import OPERANDS, placed, run_experts, run_moe
 from ruda.testing.properties import bad_token_stays_alone, operand_bytes

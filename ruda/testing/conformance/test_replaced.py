@@ -1,7 +1,7 @@
-"""Replaced kernels: each against the generic function of its name, on the same backend.
+"""Replaced kernels: each against the written body of its name, on the same backend.
 
-Whole numbers and choices must be equal. Numbers are judged by the tolerance rule: the generic body
-on the backend is the plain result, the same body in long double the exact one.
+Whole numbers and choices must be equal. Numbers are judged by the tolerance rule: the backend's
+specification gives the plain result, the same body in long double the exact one.
 """
 
 from __future__ import annotations
@@ -12,46 +12,26 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ruda import dispatch, experts, selection, weights
-from ruda.backend import Backend
-from ruda.dtypes import DType
-from ruda.options import (
+from ruda.backend.registry import AnyBackend
+from ruda.backend.specification import replaced_stages, specification, stage_bodies
+from ruda.base.dtypes import DType
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy
+from ruda.stages.options import (
     CombineAccumulation,
-    CombineGradientStrategy,
     ExpertOptions,
     ExpertsGradientSelection,
-    ExpertStrategy,
     GroupedSelection,
     Intermediates,
     RouterScoring,
     RouterWeightOptions,
     SoftmaxSelection,
 )
-from ruda.registry import AnyBackend
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.extended import ExtendedBackend
 from ruda.testing.layers import Array, dtype_of, numpy_dtype
 from ruda.testing.tolerance import assert_exact
 
 SECTION = "replaced kernels"
-
-GENERIC: dict[str, Any] = {
-    "top_k": selection.top_k,
-    "select_experts": selection.select_experts,
-    "router_weights": weights.router_weights,
-    "router_weights_backward": weights.router_weights_backward,
-    "dispatch": dispatch.dispatch,
-    "combine": dispatch.combine,
-    "copy_backward": dispatch.copy_backward,
-    "grouped_matmul": experts.grouped_matmul,
-    "grouped_matmul_transposed": experts.grouped_matmul_transposed,
-    "grouped_weight_gradient": experts.grouped_weight_gradient,
-    "swiglu": experts.swiglu,
-    "swiglu_backward": experts.swiglu_backward,
-    "weight_gradient_rows": experts.weight_gradient_rows,
-    "experts_forward": experts.experts_forward,
-    "experts_backward": experts.experts_backward,
-}
 
 
 @dataclass(frozen=True)
@@ -109,6 +89,8 @@ def _calls(stage: str, of: Inputs) -> list[tuple[tuple[Any, ...], dict[str, Any]
     t, k, e, h, i = shape.tokens, shape.slots, shape.experts, shape.hidden, shape.intermediate
     logits = of.floats(t, e)
     strategy = {"strategy": ExpertStrategy.AUTO}
+    if stage == "take_along":
+        return [((logits, Ids(of.ids)), {}), ((of.ids.astype(np.int64), Ids(of.ids % k)), {})]
     if stage == "top_k":
         tied = np.rint(of.floats(t, e, dtype=dtype.compute))
         return [((tied, n), {}) for n in {1, e}]
@@ -204,15 +186,15 @@ class Rows:
     experts: int
 
     def on(self, backend: AnyBackend) -> Any:
-        """As the generic body lays them out."""
-        return dispatch.dispatch(backend, Ids(self.ids).on(backend), self.experts)
+        """As the written body lays them out."""
+        return specification(backend).dispatch(Ids(self.ids).on(backend), self.experts)
 
 
 class Offsets(Rows):
     """Its expert offsets alone."""
 
     def on(self, backend: AnyBackend) -> Any:
-        """As the generic body counts them."""
+        """As the written body counts them."""
         return super().on(backend).expert_offsets
 
 
@@ -226,11 +208,10 @@ class Kept:
     options: ExpertOptions
 
     def on(self, backend: AnyBackend) -> Any:
-        """From the generic forward on this backend."""
+        """From the written forward on this backend."""
         tensors = [_on(backend, array) for array in (self.x, *self.operands)]
         rows = Rows(self.ids, len(self.operands[0])).on(backend)
-        _, kept = experts.experts_forward(
-            backend,
+        _, kept = specification(backend).experts_forward(
             tensors[0],
             rows,
             *tensors[1:],
@@ -289,25 +270,20 @@ def _run(
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-@pytest.mark.parametrize("stage", GENERIC)
+@pytest.mark.parametrize("stage", stage_bodies())
 def test_kernel(checker: Checker, stage: str, dtype: DType) -> None:
     backend = checker.backend
-    if getattr(type(backend), stage) is getattr(Backend, stage):
-        pytest.skip("the generic body stands in: there is no kernel to compare")
+    if stage not in replaced_stages(type(backend)):
+        pytest.skip("the written body stands in: there is no kernel to compare")
     checker.needs(dtype)
-    reference = ExtendedBackend()
-
-    def generic(*arguments: Any, **keywords: Any) -> Any:
-        return GENERIC[stage](backend, *arguments, **keywords)
-
-    def exactly(*arguments: Any, **keywords: Any) -> Any:
-        return GENERIC[stage](reference, *arguments, **keywords)
-
+    reference = specification(ExtendedBackend())
+    kernel = getattr(backend, stage)
+    written, exactly = getattr(specification(backend), stage), getattr(reference, stage)
     for shape in SHAPES:
         for flawed in (False, True):
             for call in _calls(stage, Inputs(shape, dtype, flawed=flawed)):
-                got = _run(backend, getattr(backend, stage), call, stage)
-                plain = _run(backend, generic, call, stage)
+                got = _run(backend, kernel, call, stage)
+                plain = _run(backend, written, call, stage)
                 wide = (tuple(map(_widened, call[0])), {n: _widened(v) for n, v in call[1].items()})
                 exact = _run(reference, exactly, wide, stage)
                 assert got.keys() == plain.keys(), (

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ruda.dtypes import DType
-from ruda.options import ExpertStrategy, Request
-from ruda.registry import AnyBackend
+from ruda.backend.registry import AnyBackend
+from ruda.base.dtypes import DType
+from ruda.base.strategies import ExpertStrategy, Request
 from ruda.testing.conformance.operations import calls, gives, shown
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.conformance.test_required_data import index_dtype, numbers

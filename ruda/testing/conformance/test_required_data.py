@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ruda.dtypes import INTEGER_NAMES, DType
+from ruda.base.dtypes import INTEGER_NAMES, DType
 from ruda.testing.conformance.operations import calls, gives, nearest_even, shown
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.layers import Array, numpy_dtype

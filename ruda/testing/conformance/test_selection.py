@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.dtypes import DType
-from ruda.options import GroupedSelection, RouterScoring, Selection, SoftmaxSelection
+from ruda.base.dtypes import DType
+from ruda.stages.options import GroupedSelection, RouterScoring, Selection, SoftmaxSelection
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.layers import Array, numpy_dtype
 from ruda.testing.reference_router import reference_selection

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import ruda
-from ruda.dtypes import DType
-from ruda.options import CombineGradientStrategy, ExpertStrategy, Request
+from ruda.base.dtypes import DType
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.execute import on_host, placed, run_moe
 from ruda.testing.judge import judge

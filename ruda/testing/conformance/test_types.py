@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.dtypes import INTEGER_NAMES, DType
+from ruda.base.dtypes import INTEGER_NAMES, DType
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.execute import OPERANDS, expected, placed, run_experts, run_moe
 from ruda.testing.judge import result_dtype

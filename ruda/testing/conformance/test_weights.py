@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ruda
-from ruda.dtypes import DType
-from ruda.options import RouterScoring, RouterWeightOptions
+from ruda.base.dtypes import DType
+from ruda.stages.options import RouterScoring, RouterWeightOptions
 from ruda.testing.arithmetic import Arithmetic
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.layers import Array, dtype_of, numpy_dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ruda.options import RouterScoring
+from ruda.stages.options import RouterScoring
 from ruda.testing.conformance.plugin import Checker
 from ruda.testing.execute import run_moe
 from ruda.testing.fuzz import hunt

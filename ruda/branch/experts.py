@@ -3,23 +3,22 @@
     input, expert_ids -> dispatch -> experts (SwiGLU) -> combine with weights -> output
 
 and back: experts backward -> copy backward. The public functions validate; `run_forward` and
-`run_backward` are the one implementation, for a router that lives elsewhere and for `ruda.moe`.
+`run_backward` are the one implementation, for a router that lives elsewhere and for
+`ruda.branch.moe`.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
-from ruda import validation
-from ruda.backend import Backend, BackendOf, BackendTypes
-from ruda.dtypes import DType
-from ruda.experts import ExpertGradients
-from ruda.options import ExpertOptions, ExpertsGradientSelection, MoeGradientSelection
-from ruda.records import ExpertsBackward, ExpertsBackwardSelected, ExpertsState
-from ruda.selection import select_fixed
-from ruda.tensors import F, I, L
-
-B = TypeVar("B", bound=BackendTypes[Any, Any, Any])
+from ruda.backend import B, Backend, BackendOf
+from ruda.base.dtypes import DType
+from ruda.base.tensors import F, I, L
+from ruda.branch import validation
+from ruda.branch.records import ExpertsBackward, ExpertsBackwardSelected, ExpertsState
+from ruda.stages.experts import ExpertGradients
+from ruda.stages.options import ExpertOptions, ExpertsGradientSelection, MoeGradientSelection
+from ruda.stages.selection import select_fixed
 
 
 @overload

@@ -1,17 +1,10 @@
-"""The `Backend` protocol: what a framework must provide, and what the algorithm makes of it.
+"""`Operations`: what a framework must provide for the algorithm to run on its tensors.
 
 A backend is one small object bound to one device. It must let the generic algorithm run on tensors
-whose library this package never imports, keep their static types (`Backend[F, I, L]` is generic in
-the float, integer and boolean tensor), and let a native kernel stand in for any stage:
-
-* **Required** operations are abstract, a line or two each over any array library.
-* **Provided** operations are the stages of the algorithm. Each body is one call of the free
-  function of the same name in the module of its contract section; that function is the
-  specification, and a backend may replace the method by a kernel that gives the same numbers.
-
-Subclass `Backend` explicitly, with a constructor that takes an optional device name;
-`ruda.register_backend` refuses a class with a required operation
-missing. Arithmetic, comparison and slicing are done by Python operators on the tensors themselves.
+whose library this package never imports, and keep their static types: `Operations[F, I, L]` is
+generic in the float, integer and boolean tensor. The **required** operations are abstract, a line
+or two each over any array library; arithmetic, comparison and slicing are done by Python operators
+on the tensors themselves. The stages of the algorithm are built on these in `ruda.stages`.
 """
 
 from __future__ import annotations
@@ -19,23 +12,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
-from ruda import dispatch, experts, selection, weights
-from ruda.dispatch import Dispatch
-from ruda.dtypes import DType
-from ruda.experts import Activations, ExpertGradients
-from ruda.options import (
-    CombineAccumulation,
-    CombineGradientStrategy,
-    ExpertOptions,
-    ExpertsGradientSelection,
-    ExpertStrategy,
-    Request,
-    RouterWeightOptions,
-    Selection,
-)
-from ruda.tensors import F, I, L
+from ruda.base.dtypes import DType
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
+from ruda.base.tensors import F, I, L
 
 A = TypeVar("A")
 
@@ -48,7 +29,7 @@ class BackendTypes(Protocol[F, I, L]):
     BoolTensor: type[L]
 
 
-class Backend(BackendTypes[F, I, L], Protocol[F, I, L]):
+class Operations(BackendTypes[F, I, L], Protocol[F, I, L]):
     """Operations on one framework's tensors, on one device. See the module's first lines."""
 
     name: str
@@ -231,155 +212,6 @@ class Backend(BackendTypes[F, I, L], Protocol[F, I, L]):
         flat = self.reshape(starts + ids, (tokens * slots,))
         taken = self.take_rows(self.reshape(tensor, (tokens * columns,)), flat)
         return self.reshape(taken, (tokens, slots))
-
-    # Provided: the stages. Contract 2.
-
-    def top_k(self, scores: F, k: int, /) -> I:
-        """See `ruda.selection.top_k`."""
-        return selection.top_k(self, scores, k)
-
-    def select_experts(self, logits: F, correction_bias: F | None, rule: Selection, /) -> I:
-        """See `ruda.selection.select_experts`."""
-        return selection.select_experts(self, logits, correction_bias, rule)
-
-    # Contract 3.
-
-    def router_weights(self, logits: F, expert_ids: I, options: RouterWeightOptions, /) -> F:
-        """See `ruda.weights.router_weights`."""
-        return weights.router_weights(self, logits, expert_ids, options)
-
-    def router_weights_backward(
-        self, logits: F, expert_ids: I, dweights: F, options: RouterWeightOptions, /
-    ) -> F:
-        """See `ruda.weights.router_weights_backward`."""
-        return weights.router_weights_backward(self, logits, expert_ids, dweights, options)
-
-    # Contract 4 and 6.
-
-    def dispatch(self, expert_ids: I, experts: int, /) -> Dispatch[I]:
-        """See `ruda.dispatch.dispatch`."""
-        return dispatch.dispatch(self, expert_ids, experts)
-
-    def combine(
-        self,
-        expert_output: F,
-        weights: F,
-        layout: Dispatch[I],
-        /,
-        *,
-        accumulation: CombineAccumulation,
-        dtype: DType,
-    ) -> F:
-        """See `ruda.dispatch.combine`."""
-        return dispatch.combine(
-            self, expert_output, weights, layout, accumulation=accumulation, dtype=dtype
-        )
-
-    def copy_backward(self, drows: F, layout: Dispatch[I], /, *, dtype: DType) -> F:
-        """See `ruda.dispatch.copy_backward`."""
-        return dispatch.copy_backward(self, drows, layout, dtype=dtype)
-
-    # Contract 5 and 7.
-
-    def grouped_matmul(
-        self, x: F, weight: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
-    ) -> F:
-        """See `ruda.experts.grouped_matmul`."""
-        return experts.grouped_matmul(self, x, weight, offsets, dtype=dtype, strategy=strategy)
-
-    def grouped_matmul_transposed(
-        self, x: F, weight: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
-    ) -> F:
-        """See `ruda.experts.grouped_matmul_transposed`."""
-        return experts.grouped_matmul_transposed(
-            self, x, weight, offsets, dtype=dtype, strategy=strategy
-        )
-
-    def grouped_weight_gradient(
-        self, dy: F, x: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
-    ) -> F:
-        """See `ruda.experts.grouped_weight_gradient`."""
-        return experts.grouped_weight_gradient(self, dy, x, offsets, dtype=dtype, strategy=strategy)
-
-    def swiglu(self, gate_output: F, up_output: F, /) -> F:
-        """See `ruda.experts.swiglu`."""
-        return experts.swiglu(self, gate_output, up_output)
-
-    def swiglu_backward(self, gate_output: F, up_output: F, da: F, /) -> tuple[F, F]:
-        """See `ruda.experts.swiglu_backward`."""
-        return experts.swiglu_backward(self, gate_output, up_output, da)
-
-    def weight_gradient_rows(
-        self, b: F, activation: F, /, *, dtype: DType, strategy: CombineGradientStrategy
-    ) -> F:
-        """See `ruda.experts.weight_gradient_rows`."""
-        return experts.weight_gradient_rows(self, b, activation, dtype=dtype, strategy=strategy)
-
-    def experts_forward(
-        self,
-        input: F,
-        layout: Dispatch[I],
-        gate: F,
-        up: F,
-        down: F,
-        /,
-        *,
-        options: ExpertOptions,
-        gradients: ExpertsGradientSelection,
-    ) -> tuple[F, Activations[F]]:
-        """See `ruda.experts.experts_forward`."""
-        return experts.experts_forward(
-            self, input, layout, gate, up, down, options=options, gradients=gradients
-        )
-
-    def experts_backward(
-        self,
-        grad_output: F,
-        layout: Dispatch[I],
-        weights: F,
-        input: F | None,
-        gate: F,
-        up: F,
-        down: F,
-        kept: Activations[F],
-        /,
-        *,
-        options: ExpertOptions,
-        gradients: ExpertsGradientSelection,
-    ) -> ExpertGradients[F]:
-        """See `ruda.experts.experts_backward`."""
-        return experts.experts_backward(
-            self,
-            grad_output,
-            layout,
-            weights,
-            input,
-            gate,
-            up,
-            down,
-            kept,
-            options=options,
-            gradients=gradients,
-        )
-
-
-B = TypeVar("B", bound=BackendTypes[Any, Any, Any])
-B_co = TypeVar("B_co", bound=BackendTypes[Any, Any, Any], covariant=True)
-Floats: TypeAlias = BackendTypes[F, Any, Any]
-Integers: TypeAlias = BackendTypes[Any, I, Any]
-
-
-class BackendOf(Backend[F, I, L], Protocol[B_co, F, I, L]):
-    """A `Backend[F, I, L]` that is a `B`: lets a free function return `MoeBackward[B]`."""
-
-    # Declared again, and first: pyright solves F, I and L from them before it meets `F | I`.
-    FloatTensor: type[F]
-    IntTensor: type[I]
-    BoolTensor: type[L]
-
-    def itself(self) -> B_co:  # type: ignore[override]
-        """Itself, by its exact type."""
-        ...
 
 
 def missing_operations(kind: type) -> list[str]:

@@ -10,30 +10,14 @@ Shapes: T tokens, E experts, K experts chosen, G groups, S experts a group.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, assert_never
 
-from ruda.dtypes import DType
-from ruda.errors import SelectionError
-from ruda.options import FixedSelection, GroupedSelection, Selection, SoftmaxSelection
-from ruda.tensors import F, I, L
-from ruda.weights import router_scores, undefined_softmax
-
-if TYPE_CHECKING:
-    from ruda.backend import Backend
-
-
-def top_k(backend: Backend[F, I, L], scores_TE: F, k: int) -> I:
-    """Ids [T, k] of the k largest scores in each row, larger first, ties to the lower id.
-
-    NaN ranks above every number (contract 2.4).
-    """
-    is_nan_TE: L = scores_TE != scores_TE
-    clean_TE = backend.where(is_nan_TE, 0.0, scores_TE)
-    by_score_TE = backend.stable_argsort(-clean_TE)
-    zeros_TE = backend.full(backend.shape(scores_TE), 0.0, DType.FLOAT32)
-    is_number_TE = backend.take_along(backend.where(is_nan_TE, zeros_TE, 1.0), by_score_TE)
-    nan_first_TE = backend.stable_argsort(is_number_TE)
-    return backend.take_along(by_score_TE, first_columns(nan_first_TE, k))
+from ruda.base.dtypes import DType
+from ruda.base.errors import SelectionError
+from ruda.base.operations import Operations
+from ruda.base.tensors import F, I, L
+from ruda.stages.options import FixedSelection, GroupedSelection, Selection, SoftmaxSelection
+from ruda.stages.weights import router_scores, undefined_softmax
 
 
 def first_columns(ids_TE: I, k: int) -> I:
@@ -42,7 +26,36 @@ def first_columns(ids_TE: I, k: int) -> I:
     return columns
 
 
-def select_softmax(backend: Backend[F, I, L], logits_TE: F, k: int) -> I:
+class SelectionStage(Operations[F, I, L], Protocol[F, I, L]):
+    """Experts for each token."""
+
+    def top_k(self, scores_TE: F, k: int, /) -> I:
+        """Ids [T, k] of the k largest scores in each row, larger first, ties to the lower id.
+
+        NaN ranks above every number (contract 2.4).
+        """
+        is_nan_TE: L = scores_TE != scores_TE
+        clean_TE = self.where(is_nan_TE, 0.0, scores_TE)
+        by_score_TE = self.stable_argsort(-clean_TE)
+        zeros_TE = self.full(self.shape(scores_TE), 0.0, DType.FLOAT32)
+        is_number_TE = self.take_along(self.where(is_nan_TE, zeros_TE, 1.0), by_score_TE)
+        nan_first_TE = self.stable_argsort(is_number_TE)
+        return self.take_along(by_score_TE, first_columns(nan_first_TE, k))
+
+    def select_experts(self, logits_TE: F, correction_bias_E: F | None, rule: Selection, /) -> I:
+        """Expert ids [T, k] by any rule, in the backend's index type (contract 2)."""
+        match rule:
+            case SoftmaxSelection():
+                return _select_softmax(self, logits_TE, rule.top_k)
+            case GroupedSelection():
+                return _select_grouped(self, logits_TE, correction_bias_E, rule)
+            case FixedSelection():
+                return select_fixed(self, rule.expert_ids, self.shape(logits_TE)[1])
+            case _:
+                assert_never(rule)
+
+
+def _select_softmax(backend: Operations[F, I, L], logits_TE: F, k: int) -> I:
     """The k largest logits; a row whose softmax is undefined selects 0..k-1 (contract 2)."""
     x_TE = backend.cast(logits_TE, backend.dtype(logits_TE).compute)
     clean_TE = backend.where(undefined_softmax(backend, x_TE), 0.0, x_TE)
@@ -50,8 +63,11 @@ def select_softmax(backend: Backend[F, I, L], logits_TE: F, k: int) -> I:
     return backend.concat([first_columns(backend.stable_argsort(-clean_TE), k)])
 
 
-def select_grouped(
-    backend: Backend[F, I, L], logits_TE: F, correction_bias_E: F | None, rule: GroupedSelection
+def _select_grouped(
+    backend: SelectionStage[F, I, L],
+    logits_TE: F,
+    correction_bias_E: F | None,
+    rule: GroupedSelection,
 ) -> I:
     """The k best biased scores inside the best groups (contract 2)."""
     compute = backend.dtype(logits_TE).compute
@@ -82,7 +98,7 @@ def select_grouped(
     return backend.take_along(candidates, chosen)
 
 
-def select_fixed(backend: Backend[F, I, L], expert_ids: Any, experts: int) -> I:
+def select_fixed(backend: Operations[F, I, L], expert_ids: Any, experts: int) -> I:
     """The caller's ids in the backend's index type; `SelectionError` names the first bad one."""
     ids_TK = backend.index(expert_ids, experts)
     tokens, slots = backend.shape(ids_TK)
@@ -97,15 +113,3 @@ def select_fixed(backend: Backend[F, I, L], expert_ids: Any, experts: int) -> I:
             f"expert_ids: expected ids in [0, {experts}), got {got} at token {token}, slot {slot}"
         )
     return ids_TK
-
-
-def select_experts(
-    backend: Backend[F, I, L], logits_TE: F, correction_bias_E: F | None, rule: Selection
-) -> I:
-    """Expert ids [T, k] by any rule, in the backend's index type (contract 2)."""
-    if isinstance(rule, SoftmaxSelection):
-        return select_softmax(backend, logits_TE, rule.top_k)
-    if isinstance(rule, GroupedSelection):
-        return select_grouped(backend, logits_TE, correction_bias_E, rule)
-    assert isinstance(rule, FixedSelection)
-    return select_fixed(backend, rule.expert_ids, backend.shape(logits_TE)[1])

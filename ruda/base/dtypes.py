@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from ruda.errors import DTypeError
+from ruda.base.errors import DTypeError
 
 
 class DType(StrEnum):

@@ -13,25 +13,23 @@ Every function validates its operands, enters the backend's numerics, and calls 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
-from ruda import validation
-from ruda.backend import Backend, BackendOf, BackendTypes
-from ruda.expert_stage import check_backward, run_backward, run_forward
-from ruda.options import (
+from ruda.backend import B, Backend, BackendOf
+from ruda.base.tensors import F, I, L
+from ruda.branch import validation
+from ruda.branch.experts import check_backward, run_backward, run_forward
+from ruda.branch.records import (
+    MoeBackward,
+    MoeBackwardSelected,
+    MoeState,
+)
+from ruda.stages.options import (
     ExpertsGradientSelection,
     FixedSelection,
     MoeGradientSelection,
     MoeOptions,
 )
-from ruda.records import (
-    MoeBackward,
-    MoeBackwardSelected,
-    MoeState,
-)
-from ruda.tensors import F, I, L
-
-B = TypeVar("B", bound=BackendTypes[Any, Any, Any])
 
 
 @overload

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ruda import validation
 from ruda.backend import Backend
-from ruda.options import RouterWeightOptions
-from ruda.tensors import F
+from ruda.base.tensors import F
+from ruda.branch import validation
+from ruda.stages.options import RouterWeightOptions
 
 
 def selected_router_weights(

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ruda.backend import Backend
-from ruda.dtypes import INTEGER_NAMES, DType
-from ruda.errors import (
+from ruda.backend.registry import AnyBackend, backend_of, describe, get_backend
+from ruda.base.dtypes import INTEGER_NAMES, DType
+from ruda.base.errors import (
     BackendMismatchError,
     ConfigurationError,
     DeviceError,
@@ -18,19 +19,16 @@ from ruda.errors import (
     StateError,
     UnsupportedStrategyError,
 )
-from ruda.experts import inner_dtype
-from ruda.options import (
-    CombineGradientStrategy,
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
+from ruda.stages.experts import inner_dtype
+from ruda.stages.options import (
     ExpertOptions,
     ExpertsGradientSelection,
-    ExpertStrategy,
     FixedSelection,
     MoeGradientSelection,
     MoeOptions,
-    Request,
     SoftmaxSelection,
 )
-from ruda.registry import AnyBackend, backend_of, describe, get_backend
 
 _FLOAT_NAMES = frozenset(dtype.value for dtype in DType)
 

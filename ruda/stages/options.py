@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Self, TypeAlias, get_args
 
-from ruda.dtypes import DType
-from ruda.errors import ConfigurationError
+from ruda.base.errors import ConfigurationError
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy
 
 
 class RouterScoring(Enum):
@@ -21,21 +21,6 @@ class RouterScoring(Enum):
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
     SQRT_SOFTPLUS = "sqrt_softplus"
-
-
-class ExpertStrategy(Enum):
-    """How expert products are computed (contract 8)."""
-
-    SCALAR = "scalar"
-    TENSOR_CORE = "tensor_core"
-    AUTO = "auto"
-
-
-class CombineGradientStrategy(Enum):
-    """How the gradient of one routing weight is reduced (contract 8)."""
-
-    SERIAL = "serial"
-    PLANE = "plane"
 
 
 class CombineAccumulation(Enum):
@@ -242,15 +227,6 @@ class ExpertsGradientSelection(_GradientSelection):
     gate: bool = False
     up: bool = False
     down: bool = False
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a backend is asked whether it can serve: any of a strategy, a dtype, a device."""
-
-    strategy: ExpertStrategy | CombineGradientStrategy | None = None
-    dtype: DType | None = None
-    device: str | None = None
 
 
 def _check_count(name: str, value: object) -> None:

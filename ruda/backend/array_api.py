@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 from ruda.backend import Backend
-from ruda.dtypes import DType
-from ruda.experts import segments
-from ruda.options import ExpertStrategy
-from ruda.tensors import F, I, L
+from ruda.base.dtypes import DType
+from ruda.base.strategies import ExpertStrategy
+from ruda.base.tensors import F, I, L
+from ruda.stages.products import segments
 
 A = TypeVar("A")
 

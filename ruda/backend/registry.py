@@ -11,9 +11,9 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ruda.backend import Backend, missing_operations
-from ruda.dtypes import DType
-from ruda.errors import (
+from ruda.backend import Backend
+from ruda.base.dtypes import DType
+from ruda.base.errors import (
     BackendMismatchError,
     BackendUnavailableError,
     DeviceError,
@@ -21,7 +21,8 @@ from ruda.errors import (
     MoeError,
     UnknownBackendError,
 )
-from ruda.options import Request
+from ruda.base.operations import missing_operations
+from ruda.base.strategies import Request
 
 AnyBackend: TypeAlias = Backend[Any, Any, Any]
 

@@ -8,24 +8,18 @@ mypy and to pyright, without a type parameter for the tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, overload
 
-from ruda.backend import Backend, Floats, Integers
-from ruda.dispatch import Dispatch
-from ruda.experts import Activations
-from ruda.options import (
+from ruda.backend import B, B_co, Backend, Floats, Integers
+from ruda.base.tensors import F, I
+from ruda.stages.dispatch import Dispatch
+from ruda.stages.experts import Activations
+from ruda.stages.options import (
     ExpertOptions,
     ExpertsGradientSelection,
     MoeGradientSelection,
     MoeOptions,
 )
-from ruda.tensors import F, I
-
-if TYPE_CHECKING:
-    from ruda.backend import BackendTypes
-
-B = TypeVar("B", bound="BackendTypes[Any, Any, Any]")
-B_co = TypeVar("B_co", bound="BackendTypes[Any, Any, Any]", covariant=True)
 
 
 class _Field:

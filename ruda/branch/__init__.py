@@ -1,0 +1,1 @@
+"""The branch and its parts as a caller sees them: checked, then the stages in order."""
