@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from ruda.backend import Backend
 from ruda.base.dtypes import DType
@@ -29,8 +29,7 @@ AnyBackend: TypeAlias = Backend[Any, Any, Any]
 ENTRY_POINT_GROUP = "ruda.backends"
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """Where a backend lives; `packages` are the roots of the modules its tensor types come from.
 
     `rival` is another package's claim to the same name: it makes that name unusable, no other.
@@ -171,7 +170,7 @@ def _entries() -> dict[str, _Entry]:
         if holder is None:
             entries[point.name] = _Entry(point.value)
         elif holder.target != point.value:
-            entries[point.name] = replace(holder, rival=point.value)
+            entries[point.name] = holder._replace(rival=point.value)
     return entries
 
 

@@ -105,7 +105,6 @@ class Record(Generic[B_co]):
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class _Gradients(Record[B_co]):
     def _moved(self, backend: Any) -> dict[str, Any]:
         source: Any = self.backend

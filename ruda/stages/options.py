@@ -7,7 +7,7 @@ what needs the number of experts. Both raise `ConfigurationError` before any wor
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Self, TypeAlias, get_args
 
@@ -180,7 +180,6 @@ class MoeOptions(ExpertOptions):
         _check_member("MoeOptions.weights", self.weights, RouterWeightOptions)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _GradientSelection:
     def __post_init__(self) -> None:
         for name in self.names():
@@ -189,7 +188,7 @@ class _GradientSelection:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The gradients there are, in order."""
-        return tuple(field.name for field in fields(cls))
+        return tuple(cls.__annotations__)
 
     @classmethod
     def all(cls) -> Self:
