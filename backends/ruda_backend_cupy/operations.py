@@ -67,6 +67,10 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
         with self.on_device():
             return super().full(shape, value, dtype)
 
+    def empty(self, shape: tuple[int, ...], dtype: DType, /) -> Any:
+        with self.on_device():
+            return super().empty(shape, dtype)
+
     def arange(self, stop: int, /) -> Any:
         with self.on_device():
             return super().arange(stop)
@@ -108,7 +112,7 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
     def swiglu(self, gate_output: Any, up_output: Any, /) -> Any:
         dtype = self.dtype(gate_output)
         gate, up = self._packed(gate_output), self._packed(self.cast(up_output, dtype))
-        activation = self._empty(gate.shape, dtype)
+        activation = self.empty(gate.shape, dtype)
         self._each(source.swiglu(dtype), gate.size, gate, up, activation, gate.size)
         return activation
 
@@ -116,7 +120,7 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
         dtype = self.dtype(gate_output)
         gate = self._packed(gate_output)
         up, upstream = (self._packed(self.cast(tensor, dtype)) for tensor in (up_output, da))
-        dg, du = self._empty(gate.shape, dtype), self._empty(gate.shape, dtype)
+        dg, du = self.empty(gate.shape, dtype), self.empty(gate.shape, dtype)
         kernel = source.swiglu_backward(dtype)
         self._each(kernel, gate.size, gate, up, upstream, dg, du, gate.size)
         return dg, du
@@ -127,7 +131,7 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
         storage = self.dtype(b)
         plane = strategy is CombineGradientStrategy.PLANE
         rows, width = b.shape
-        dweights = self._empty((rows,), dtype)
+        dweights = self.empty((rows,), dtype)
         self._each(
             source.weight_gradient(storage, dtype, plane=plane),
             rows * (_PLANE if plane else 1),
@@ -154,7 +158,7 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
         types = (self.dtype(expert_output), self.dtype(weights).compute, dtype)
         compute = wider(types[1], dtype.compute)
         positions = self.xp.empty((tokens, slots), dtype=self._index_dtype)
-        ordered = self._empty((tokens, slots), compute)
+        ordered = self.empty((tokens, slots), compute)
         self._each(
             source.order_slots(*types),
             tokens * slots,
@@ -166,7 +170,7 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
             tokens,
             slots,
         )
-        output = self._empty((tokens, hidden), dtype)
+        output = self.empty((tokens, hidden), dtype)
         self._each_token(
             source.combine(*types),
             tokens,
@@ -185,7 +189,7 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
     def copy_backward(self, drows: Any, layout: Dispatch[Any], /, *, dtype: DType) -> Any:
         tokens, slots = layout.positions.shape
         hidden = drows.shape[1]
-        result = self._empty((tokens, hidden), dtype)
+        result = self.empty((tokens, hidden), dtype)
         self._each_token(
             source.copy_backward(self.dtype(drows), dtype),
             tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -21,6 +22,15 @@ IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 _HAS_BFLOAT16 = importlib.util.find_spec("ml_dtypes") is not None
+
+
+@cache
+def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    if dtype is DType.BFLOAT16:
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
+    return np.dtype(dtype.value)
 
 
 class NumpyBackend(MutableArrayApiBackend[FloatArray, IntArray, BoolArray]):
@@ -49,11 +59,11 @@ class NumpyBackend(MutableArrayApiBackend[FloatArray, IntArray, BoolArray]):
         return np.errstate(all="ignore")
 
     def _dtype(self, dtype: DType) -> Any:
-        if dtype is DType.BFLOAT16:
-            import ml_dtypes
+        return _numpy_dtype(dtype)
 
-            return np.dtype(ml_dtypes.bfloat16)
-        return np.dtype(dtype.value)
+    def cast(self, tensor: FloatArray, dtype: DType, /) -> FloatArray:
+        # Most casts are none, and many a product of a few rows takes no longer than to find out.
+        return tensor if tensor.dtype == _numpy_dtype(dtype) else super().cast(tensor, dtype)
 
     def to_numpy(self, tensor: FloatArray | IntArray, /) -> Any:
         """The array itself."""

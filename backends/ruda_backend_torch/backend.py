@@ -18,7 +18,6 @@ from torch.utils.dlpack import from_dlpack
 from ruda.backend import Backend
 from ruda.base.dtypes import DType
 from ruda.base.strategies import ExpertStrategy, Request
-from ruda.stages.products import segments
 
 A = TypeVar("A")
 
@@ -144,11 +143,16 @@ class TorchBackend(Backend[Tensor, Tensor, Tensor]):
     def full(self, shape: tuple[int, ...], value: float, dtype: DType, /) -> Tensor:
         return torch.full(shape, value, dtype=_DTYPES[dtype], device=self.device)
 
+    def empty(self, shape: tuple[int, ...], dtype: DType, /) -> Tensor:
+        return torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
+
     def arange(self, stop: int, /) -> Tensor:
         return torch.arange(stop, device=self.device)
 
     def cast(self, tensor: Tensor, dtype: DType, /) -> Tensor:
         target = _DTYPES[dtype]
+        if tensor.dtype is target:
+            return tensor
         if tensor.dtype is torch.float64 and target in _SIXTEEN_BITS:
             tensor = _to_odd_float32(tensor)
         return tensor.to(target)
@@ -178,6 +182,10 @@ class TorchBackend(Backend[Tensor, Tensor, Tensor]):
 
     def add_rows(self, target: Tensor, rows: Tensor, values: Tensor, /) -> Tensor:
         return target.index_add_(0, rows, values)
+
+    def write_rows(self, target: Tensor, start: int, values: Tensor, /) -> Tensor:
+        target[start : start + values.shape[0]] = values
+        return target
 
     def where(self, mask: Tensor, a: A | float, b: A | float, /) -> A:
         first: Any = a
@@ -216,58 +224,14 @@ class TorchBackend(Backend[Tensor, Tensor, Tensor]):
     def matmul(self, a: Tensor, b: Tensor, /) -> Tensor:
         return torch.mm(a, b)
 
-    def _product(
-        self, a: Tensor, b: Tensor, compute: torch.dtype, strategy: ExpertStrategy
-    ) -> Tensor:
-        """The product of a and b, accumulated and returned in `compute`."""
+    def product(self, a: Tensor, b: Tensor, /, *, dtype: DType, strategy: ExpertStrategy) -> Tensor:
+        """On CUDA, 16-bit operands go through the matrix units, but for `SCALAR`."""
         on_units = (
-            strategy is not ExpertStrategy.SCALAR
-            and a.is_cuda
+            a.is_cuda
+            and strategy is not ExpertStrategy.SCALAR
             and a.dtype in _SIXTEEN_BITS
             and a.dtype is b.dtype
         )
         if on_units:
-            return torch.mm(a, b, out_dtype=compute)
-        return torch.mm(a.to(compute), b.to(compute))
-
-    def grouped_matmul(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        offsets: Tensor,
-        /,
-        *,
-        dtype: DType,
-        strategy: ExpertStrategy,
-    ) -> Tensor:
-        compute = _DTYPES[self.dtype(weight).compute]
-        result = x.new_empty((x.shape[0], weight.shape[1]), dtype=_DTYPES[dtype])
-        for expert, start, stop in segments(self, offsets):
-            result[start:stop] = self._product(x[start:stop], weight[expert].t(), compute, strategy)
-        return result
-
-    def grouped_matmul_transposed(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        offsets: Tensor,
-        /,
-        *,
-        dtype: DType,
-        strategy: ExpertStrategy,
-    ) -> Tensor:
-        compute = _DTYPES[self.dtype(weight).compute]
-        result = x.new_empty((x.shape[0], weight.shape[2]), dtype=_DTYPES[dtype])
-        for expert, start, stop in segments(self, offsets):
-            result[start:stop] = self._product(x[start:stop], weight[expert], compute, strategy)
-        return result
-
-    def grouped_weight_gradient(
-        self, dy: Tensor, x: Tensor, offsets: Tensor, /, *, dtype: DType, strategy: ExpertStrategy
-    ) -> Tensor:
-        compute = _DTYPES[dtype]
-        shape = (offsets.shape[0] - 1, dy.shape[1], x.shape[1])
-        result = x.new_zeros(shape, dtype=compute)
-        for expert, start, stop in segments(self, offsets):
-            result[expert] = self._product(dy[start:stop].t(), x[start:stop], compute, strategy)
-        return result
+            return self.cast(torch.mm(a, b, out_dtype=_DTYPES[dtype.compute]), dtype)
+        return super().product(a, b, dtype=dtype, strategy=strategy)

@@ -1,8 +1,8 @@
 """A `Backend` for any namespace of the Python array API standard.
 
 `ArrayApiBackend` uses only what the standard names and never writes to an array, so it serves
-strict and immutable libraries alike. `MutableArrayApiBackend` adds grouped products that write each
-expert's rows into one result, for libraries whose arrays take slice assignment.
+strict and immutable libraries alike. `MutableArrayApiBackend` is for NumPy and its likes: rows are
+written in place, and a cast rounds once.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ruda.backend import Backend
 from ruda.base.dtypes import DType
-from ruda.base.strategies import ExpertStrategy
 from ruda.base.tensors import F, I, L
-from ruda.stages.products import segments
 
 A = TypeVar("A")
 
@@ -108,6 +106,11 @@ class ArrayApiBackend(Backend[F, I, L]):
             target = xp.where(hit, target + value, target)
         return target
 
+    def write_rows(self, target: F, start: int, values: F, /) -> F:
+        before: F = target[:start, ...]
+        after: F = target[start + self.shape(values)[0] :, ...]
+        return self.concat([before, values, after])
+
     def where(self, mask: L, a: A | float, b: A | float, /) -> A:
         result: A = self.xp.where(mask, a, b)
         return result
@@ -153,7 +156,7 @@ class ArrayApiBackend(Backend[F, I, L]):
 
 
 class MutableArrayApiBackend(ArrayApiBackend[F, I, L]):
-    """For NumPy and its likes: products into one preallocated result, casts that round once."""
+    """For NumPy and its likes: rows are written in place, casts round once."""
 
     def cast(self, tensor: F, dtype: DType, /) -> F:
         # ml_dtypes goes from float64 to bfloat16 by way of float32.
@@ -171,36 +174,11 @@ class MutableArrayApiBackend(ArrayApiBackend[F, I, L]):
         bits = near.view("int32") - outward
         return self.xp.where(inexact, bits | 1, near.view("int32")).astype("int32").view("float32")
 
-    def _empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
-        return self.xp.empty(shape, dtype=self._dtype(dtype))
+    def empty(self, shape: tuple[int, ...], dtype: DType, /) -> F:
+        result: F = self.xp.empty(shape, dtype=self._dtype(dtype))
+        return result
 
-    def grouped_matmul(
-        self, x: F, weight: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
-    ) -> F:
-        compute = self.dtype(weight).compute
-        result = self._empty((self.shape(x)[0], self.shape(weight)[1]), dtype)
-        for expert, start, stop in segments(self, offsets):
-            matrix = self.transpose(self.cast(weight[expert, :, :], compute))
-            result[start:stop, :] = self.matmul(self.cast(x[start:stop, :], compute), matrix)
-        return result  # type: ignore[no-any-return]
-
-    def grouped_matmul_transposed(
-        self, x: F, weight: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
-    ) -> F:
-        compute = self.dtype(weight).compute
-        result = self._empty((self.shape(x)[0], self.shape(weight)[2]), dtype)
-        for expert, start, stop in segments(self, offsets):
-            matrix = self.cast(weight[expert, :, :], compute)
-            result[start:stop, :] = self.matmul(self.cast(x[start:stop, :], compute), matrix)
-        return result  # type: ignore[no-any-return]
-
-    def grouped_weight_gradient(
-        self, dy: F, x: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
-    ) -> F:
-        experts = self.shape(offsets)[0] - 1
-        shape = (experts, self.shape(dy)[1], self.shape(x)[1])
-        result: Any = self.xp.zeros(shape, dtype=self._dtype(dtype))
-        for expert, start, stop in segments(self, offsets):
-            rows = self.transpose(self.cast(dy[start:stop, :], dtype))
-            result[expert, :, :] = self.matmul(rows, self.cast(x[start:stop, :], dtype))
-        return result  # type: ignore[no-any-return]
+    def write_rows(self, target: F, start: int, values: F, /) -> F:
+        array: Any = target
+        array[start : start + self.shape(values)[0], ...] = values
+        return target

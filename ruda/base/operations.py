@@ -104,6 +104,13 @@ class Operations(BackendTypes[F, I, L], Protocol[F, I, L]):
         `target` is a buffer the caller gives up: it may be written to and returned.
         """
 
+    @abstractmethod
+    def write_rows(self, target: F, start: int, values: F, /) -> F:
+        """`target` with `values`, of its type, as its rows from `start` on.
+
+        `target` is a buffer the caller gives up: it may be written to and returned.
+        """
+
     # Required: arithmetic beyond the operators.
 
     @abstractmethod
@@ -203,6 +210,10 @@ class Operations(BackendTypes[F, I, L], Protocol[F, I, L]):
     def dtype(self, tensor: F, /) -> DType:
         """The element type of a float tensor."""
         return DType(self.dtype_name(tensor))
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, /) -> F:
+        """A new tensor on `device` that the caller writes to, every element, before it reads."""
+        return self.full(shape, 0.0, dtype)
 
     def take_along(self, tensor: A, ids: I, /) -> A:
         """Elements [T, K] at column `ids` [T, K] of each row of a matrix [T, E]."""

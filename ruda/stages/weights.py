@@ -10,8 +10,7 @@ q selected scores (renormalized or not), w routing weights, S the renormalizing 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Generic, Protocol, assert_never
+from typing import Generic, NamedTuple, Protocol, assert_never
 
 from ruda.base.operations import Operations
 from ruda.base.tensors import F, I, L
@@ -63,8 +62,7 @@ def router_scores(backend: Operations[F, I, L], x_TE: F, scoring: RouterScoring)
             assert_never(scoring)
 
 
-@dataclass(frozen=True, eq=False)
-class _Selected(Generic[F, I, L]):
+class _Selected(NamedTuple, Generic[F, I, L]):
     """What forward and backward share; `p_TE` for softmax alone, where it needs every logit."""
 
     ids_TK: I

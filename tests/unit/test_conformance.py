@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ruda.backend.registry import AnyBackend
+from ruda.backend.specification import replaced_stages
 from ruda.base.dtypes import DType
 from ruda.stages.options import Intermediates
 from ruda.testing.report import SECTIONS, Report
@@ -24,7 +25,9 @@ def test_passes(backend: AnyBackend, record_property: Callable[[str, object], No
     record_property("conformance", report.table())
     assert report.passed, report.table()
     assert list(report.sections) == list(SECTIONS)
-    assert all(section.passed for section in report.sections.values())
+    empty = {name for name, section in report.sections.items() if not section.passed}
+    # Where no stage is replaced, there is nothing to compare.
+    assert empty == (set() if replaced_stages(type(backend)) else {"replaced kernels"})
 
 
 class TieBreaker(NumpyBackend):

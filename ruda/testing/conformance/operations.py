@@ -25,7 +25,9 @@ def calls(backend: AnyBackend, operation: str, *arguments: Argument, **keywords:
             result = method(*tensors, **keywords)
     except TypeError as error:
         raise AssertionError(f"{shown(operation, arguments, keywords)}: {error}") from error
-    written = {"add_rows": {0}}.get(operation, set())  # a buffer the caller gives up
+    written = (
+        {0} if operation in ("add_rows", "write_rows") else set[int]()
+    )  # a buffer the caller gives up
     for i, pair in enumerate(zip(arguments, tensors, strict=True)):
         changed = i not in written and _bytes(backend, *pair) != before[i]
         assert not changed, f"{shown(operation, arguments, keywords)} wrote to argument {i}"

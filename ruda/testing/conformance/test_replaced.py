@@ -91,6 +91,9 @@ def _calls(stage: str, of: Inputs) -> list[tuple[tuple[Any, ...], dict[str, Any]
     strategy = {"strategy": ExpertStrategy.AUTO}
     if stage == "take_along":
         return [((logits, Ids(of.ids)), {}), ((of.ids.astype(np.int64), Ids(of.ids % k)), {})]
+    if stage == "product":
+        pair = (of.floats(t, h), of.floats(h, i))
+        return [(pair, {"dtype": d, **strategy}) for d in {dtype, dtype.compute}]
     if stage == "top_k":
         tied = np.rint(of.floats(t, e, dtype=dtype.compute))
         return [((tied, n), {}) for n in {1, e}]

@@ -87,6 +87,26 @@ def test_full(checker: Checker, dtype: DType) -> None:
             )
 
 
+@pytest.mark.parametrize("dtype", list(DType))
+def test_empty(checker: Checker, dtype: DType) -> None:
+    checker.needs(dtype)
+    for shape in SHAPES:
+        made = np.asarray(checker.backend.to_numpy(checker.backend.empty(shape, dtype)))
+        assert (made.shape, made.dtype) == (shape, numpy_dtype(dtype)), f"empty({shape}, {dtype})"
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_write_rows(checker: Checker, dtype: DType) -> None:
+    checker.needs(dtype)
+    for trailing in ((), (3,), (2, 3)):
+        target = nearest_even(np.asarray(numbers(5, *trailing), np.float64), dtype)
+        for start, count in ((0, 0), (0, 2), (1, 3), (4, 1), (5, 0), (0, 5)):
+            values = np.full((count, *trailing), 7.0, target.dtype)
+            expected = target.copy()
+            expected[start : start + count] = values
+            gives(checker.backend, expected, "write_rows", target, start, values)
+
+
 def test_arange(checker: Checker) -> None:
     assert index_dtype(checker) in ("int32", "int64")
     for stop in (0, 1, 7, 300):
