@@ -233,5 +233,5 @@ class TorchBackend(Backend[Tensor, Tensor, Tensor]):
             and a.dtype is b.dtype
         )
         if on_units:
-            return self.cast(torch.mm(a, b, out_dtype=_DTYPES[dtype.compute]), dtype)
+            return torch.mm(a, b, out_dtype=_DTYPES[dtype])
         return super().product(a, b, dtype=dtype, strategy=strategy)

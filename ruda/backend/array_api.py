@@ -107,6 +107,7 @@ class ArrayApiBackend(Backend[F, I, L]):
         return target
 
     def write_rows(self, target: F, start: int, values: F, /) -> F:
+        values = self.cast(values, self.dtype(target))
         before: F = target[:start, ...]
         after: F = target[start + self.shape(values)[0] :, ...]
         return self.concat([before, values, after])

@@ -106,9 +106,10 @@ class Operations(BackendTypes[F, I, L], Protocol[F, I, L]):
 
     @abstractmethod
     def write_rows(self, target: F, start: int, values: F, /) -> F:
-        """`target` with `values`, of its type, as its rows from `start` on.
+        """`target` with `values`, rounded to its type as by `cast`, as its rows from `start` on.
 
-        `target` is a buffer the caller gives up: it may be written to and returned.
+        `values` have its type, or the type it is computed in. `target` is a buffer the caller gives
+        up: it may be written to and returned.
         """
 
     # Required: arithmetic beyond the operators.

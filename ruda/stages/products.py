@@ -29,9 +29,8 @@ class ProductsStage(Operations[F, I, L], Protocol[F, I, L]):
     """The three grouped products, and the one product they are made of."""
 
     def product(self, a: F, b: F, /, *, dtype: DType, strategy: ExpertStrategy) -> F:
-        """The product of two matrices, summed in the compute type of `dtype`, rounded to it."""
-        compute = dtype.compute
-        return self.cast(self.matmul(self.cast(a, compute), self.cast(b, compute)), dtype)
+        """The product of two matrices, summed and given in `dtype`, their compute type."""
+        return self.matmul(self.cast(a, dtype), self.cast(b, dtype))
 
     def grouped_matmul(
         self, x_RK: F, weight_ENK: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
@@ -43,7 +42,7 @@ class ProductsStage(Operations[F, I, L], Protocol[F, I, L]):
                 x: F = x_RK[start:stop, :]
                 weight_NK: F = weight_ENK[expert, :, :]
                 weight_KN = self.transpose(weight_NK)
-                y = self.product(x, weight_KN, dtype=dtype, strategy=strategy)
+                y = self.product(x, weight_KN, dtype=dtype.compute, strategy=strategy)
                 y_RN = self.write_rows(y_RN, start, y)
         return y_RN
 
@@ -56,7 +55,7 @@ class ProductsStage(Operations[F, I, L], Protocol[F, I, L]):
             if start < stop:
                 x: F = x_RN[start:stop, :]
                 weight_NK: F = weight_ENK[expert, :, :]
-                y = self.product(x, weight_NK, dtype=dtype, strategy=strategy)
+                y = self.product(x, weight_NK, dtype=dtype.compute, strategy=strategy)
                 y_RK = self.write_rows(y_RK, start, y)
         return y_RK
 

@@ -133,5 +133,5 @@ def run_experts(backend: AnyBackend, specimen: Specimen) -> dict[str, Array]:
 
 
 def on_host(backend: AnyBackend, tensors: dict[str, Any]) -> dict[str, Array]:
-    """The tensors as NumPy arrays."""
-    return {name: np.asarray(backend.to_numpy(tensor)) for name, tensor in tensors.items()}
+    """The tensors as NumPy arrays of their own: a later pass that writes into them is seen."""
+    return {name: np.array(backend.to_numpy(tensor)) for name, tensor in tensors.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from ruda.backend.registry import AnyBackend
 from ruda.base.dtypes import DType
 from ruda.testing.layers import Array, numpy_dtype
-from ruda.testing.tolerance import assert_exact
+from ruda.testing.tolerance import assert_exact, ulp
 
 Argument: TypeAlias = "Array | list[Array] | tuple[int, ...] | float | str"
 
@@ -51,24 +50,11 @@ def shown(operation: str, arguments: tuple[Argument, ...], keywords: dict[str, A
 
 def nearest_even(values: Array, dtype: DType) -> Array:
     """Float64 rounded once to a narrower type, by scaling alone: no library's cast is trusted."""
-    information = _FORMATS[dtype]
     with np.errstate(all="ignore"):
-        _, exponent = np.frexp(values)
-        exponent = np.maximum(exponent - 1, information[1])
-        unit = np.ldexp(1.0, exponent - information[0])
+        unit = ulp(values, dtype)
         rounded = np.where(np.isfinite(values), np.rint(values / unit) * unit, values)
-        too_large = np.abs(rounded) / 2.0 ** information[2] >= 2
-        rounded = np.where(too_large, np.sign(rounded) * math.inf, rounded)
+        # What lies past the largest number has become a power of two that no cast takes for one.
         return rounded.astype(numpy_dtype(dtype))
-
-
-# Stored mantissa bits, smallest normal exponent, largest exponent.
-_FORMATS = {
-    DType.FLOAT16: (10, -14, 15),
-    DType.BFLOAT16: (7, -126, 127),
-    DType.FLOAT32: (23, -126, 127),
-    DType.FLOAT64: (52, -1022, 1023),
-}
 
 
 def _tensor(backend: AnyBackend, argument: Argument) -> Any:

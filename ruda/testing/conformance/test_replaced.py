@@ -93,7 +93,7 @@ def _calls(stage: str, of: Inputs) -> list[tuple[tuple[Any, ...], dict[str, Any]
         return [((logits, Ids(of.ids)), {}), ((of.ids.astype(np.int64), Ids(of.ids % k)), {})]
     if stage == "product":
         pair = (of.floats(t, h), of.floats(h, i))
-        return [(pair, {"dtype": d, **strategy}) for d in {dtype, dtype.compute}]
+        return [(pair, {"dtype": dtype.compute, **strategy})]
     if stage == "top_k":
         tied = np.rint(of.floats(t, e, dtype=dtype.compute))
         return [((tied, n), {}) for n in {1, e}]

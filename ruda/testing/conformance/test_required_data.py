@@ -87,6 +87,24 @@ def test_full(checker: Checker, dtype: DType) -> None:
             )
 
 
+# Halfway between two neighbours, a hair to either side of halfway, the edges of each format.
+_ROUNDING = (
+    [1.0, -1.5, 0.0, 3.14159, 65504.0, 1e5, 3.3e38, 2.0**-14]
+    + [(1 + (2 * i + 1) * 2.0**-11) * s for i in range(3) for s in (1, -1)]
+    + [(1 + (2 * i + 1) * 2.0**-8) * s for i in range(3) for s in (1, -1)]
+    + [(1 + (2 * i + 1) * 2.0**-24) for i in range(3)]
+    + [
+        (1 + (2 * i + 1) * 2.0**-n) * (1 + s * 2.0**-40)
+        for n in (8, 11)
+        for i in range(2)
+        for s in (1, -1)
+    ]
+    + [65519.0, 65520.0, 65519.99, 3.4e38, 1.7e38]
+    + [float("nan"), float("inf"), float("-inf")]
+)
+_HALF_SUBNORMALS = [2.0**-24, 2.0**-25, 3 * 2.0**-25, 1.5 * 2.0**-24, 2.0**-15]
+
+
 @pytest.mark.parametrize("dtype", list(DType))
 def test_empty(checker: Checker, dtype: DType) -> None:
     checker.needs(dtype)
@@ -107,28 +125,20 @@ def test_write_rows(checker: Checker, dtype: DType) -> None:
             gives(checker.backend, expected, "write_rows", target, start, values)
 
 
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_write_rows_rounds(checker: Checker, dtype: DType) -> None:
+    checker.needs(dtype, dtype.compute)
+    values = nearest_even(np.array(_ROUNDING), dtype.compute)
+    expected = np.concatenate([np.ones(1), values, np.ones(2)]).astype(numpy_dtype(dtype))
+    expected[1:-2] = nearest_even(values.astype(np.float64), dtype)
+    target = np.ones(len(expected), expected.dtype)
+    gives(checker.backend, expected, "write_rows", target, 1, values)
+
+
 def test_arange(checker: Checker) -> None:
     assert index_dtype(checker) in ("int32", "int64")
     for stop in (0, 1, 7, 300):
         gives(checker.backend, np.arange(stop), "arange", stop)
-
-
-# Halfway between two neighbours, a hair to either side of halfway, the edges of each format.
-_ROUNDING = (
-    [1.0, -1.5, 0.0, 3.14159, 65504.0, 1e5, 3.3e38, 2.0**-14]
-    + [(1 + (2 * i + 1) * 2.0**-11) * s for i in range(3) for s in (1, -1)]
-    + [(1 + (2 * i + 1) * 2.0**-8) * s for i in range(3) for s in (1, -1)]
-    + [(1 + (2 * i + 1) * 2.0**-24) for i in range(3)]
-    + [
-        (1 + (2 * i + 1) * 2.0**-n) * (1 + s * 2.0**-40)
-        for n in (8, 11)
-        for i in range(2)
-        for s in (1, -1)
-    ]
-    + [65519.0, 65520.0, 65519.99, 3.4e38, 1.7e38]
-    + [float("nan"), float("inf"), float("-inf")]
-)
-_HALF_SUBNORMALS = [2.0**-24, 2.0**-25, 3 * 2.0**-25, 1.5 * 2.0**-24, 2.0**-15]
 
 
 @pytest.mark.parametrize("to", list(DType))
