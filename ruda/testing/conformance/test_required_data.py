@@ -129,9 +129,9 @@ def test_write_rows(checker: Checker, dtype: DType) -> None:
 def test_write_rows_rounds(checker: Checker, dtype: DType) -> None:
     checker.needs(dtype, dtype.compute)
     values = nearest_even(np.array(_ROUNDING), dtype.compute)
-    expected = np.concatenate([np.ones(1), values, np.ones(2)]).astype(numpy_dtype(dtype))
+    target = np.ones(len(values) + 3, numpy_dtype(dtype))
+    expected = target.copy()
     expected[1:-2] = nearest_even(values.astype(np.float64), dtype)
-    target = np.ones(len(expected), expected.dtype)
     gives(checker.backend, expected, "write_rows", target, 1, values)
 
 
