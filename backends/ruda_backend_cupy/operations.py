@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ruda.backend.array_api import MutableArrayApiBackend
 from ruda.base.dtypes import DType, wider
 from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
-from ruda.stages.dispatch import Dispatch
+from ruda.stages.dispatch import RowLayout
 from ruda.stages.options import CombineAccumulation
 from ruda_backend_cupy import source
 from ruda_backend_cupy.source import Kernel
@@ -125,7 +125,7 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
         self._each(kernel, gate.size, gate, up, upstream, dg, du, gate.size)
         return dg, du
 
-    def weight_gradient_rows(
+    def routing_weight_gradient(
         self, b: Any, activation: Any, /, *, dtype: DType, strategy: CombineGradientStrategy
     ) -> Any:
         storage = self.dtype(b)
@@ -147,7 +147,7 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
         self,
         expert_output: Any,
         weights: Any,
-        layout: Dispatch[Any],
+        layout: RowLayout[Any],
         /,
         *,
         accumulation: CombineAccumulation,
@@ -186,7 +186,7 @@ class CupyOperations(MutableArrayApiBackend[Any, Any, Any]):
         )
         return output
 
-    def copy_backward(self, drows: Any, layout: Dispatch[Any], /, *, dtype: DType) -> Any:
+    def copy_backward(self, drows: Any, layout: RowLayout[Any], /, *, dtype: DType) -> Any:
         tokens, slots = layout.positions.shape
         hidden = drows.shape[1]
         result = self.empty((tokens, hidden), dtype)

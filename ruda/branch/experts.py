@@ -16,7 +16,8 @@ from ruda.base.dtypes import DType
 from ruda.base.tensors import F, I, L
 from ruda.branch import validation
 from ruda.branch.records import ExpertsBackward, ExpertsBackwardSelected, ExpertsState
-from ruda.stages.experts import ExpertGradients
+from ruda.stages.dispatch import row_tokens, row_weights, slot_values
+from ruda.stages.experts import Activations, ExpertWeights
 from ruda.stages.options import ExpertOptions, ExpertsGradientSelection, MoeGradientSelection
 from ruda.stages.selection import select_fixed
 
@@ -90,7 +91,9 @@ def experts_forward(
     with resolved.numerics():
         ids = select_fixed(resolved, expert_ids, experts)
         wide = resolved.cast(weights, compute)
-        return run_forward(resolved, input, ids, wide, gate, up, down, options, gradients)
+        return run_forward(
+            resolved, input, ids, wide, ExpertWeights(gate, up, down), options, gradients
+        )
 
 
 def experts_backward(
@@ -118,17 +121,22 @@ def run_forward(
     input: F,
     expert_ids: I,
     weights: F,
-    gate: F,
-    up: F,
-    down: F,
+    experts: ExpertWeights[F],
     options: ExpertOptions,
     gradients: ExpertsGradientSelection,
 ) -> tuple[F, ExpertsState[B]]:
     """Dispatch, experts and combine, on operands already checked; ids in the index type."""
-    layout = backend.dispatch(expert_ids, backend.shape(gate)[0])
-    expert_output, kept = backend.experts_forward(
-        input, layout, gate, up, down, options=options, gradients=gradients
+    layout = backend.dispatch(expert_ids, backend.shape(experts.gate)[0])
+    expert_output, kept = backend.expert_rows_forward(
+        backend.take_rows(input, row_tokens(backend, layout)),
+        layout.expert_offsets,
+        experts,
+        options=options,
+        gradients=gradients,
     )
+    # The tokens stand for their rows, which backward gathers again: k times less to keep.
+    kept_input = None if kept.input is None else input
+    kept = Activations(None, kept.gate_output, kept.up_output, kept.activation)
     output = backend.combine(
         expert_output,
         weights,
@@ -136,7 +144,6 @@ def run_forward(
         accumulation=options.combine,
         dtype=backend.dtype(input),
     )
-    kept_input = input if gradients.gate or gradients.up else None
     state = ExpertsState(
         backend=backend.itself(),
         options=options,
@@ -145,12 +152,12 @@ def run_forward(
         kept=kept,
         input=kept_input,
         weights=weights,
-        gate=gate,
-        up=up,
-        down=down,
+        gate=experts.gate,
+        up=experts.up,
+        down=experts.down,
         versions=tuple(
             None if tensor is None else backend.write_version(tensor)
-            for tensor in (kept_input, weights, gate, up, down)
+            for tensor in (kept_input, weights, *experts)
         ),
     )
     return output, state
@@ -160,25 +167,33 @@ def run_backward(
     state: ExpertsState[BackendOf[B, F, I, L]],
     grad_output: F,
     gradients: ExpertsGradientSelection,
-) -> tuple[ExpertGradients[F], F | None]:
-    """The expert stage's gradients, and the input gradient made of its rows."""
-    backend = state.backend
-    found = backend.experts_backward(
-        grad_output,
-        state.layout,
-        state.weights,
-        state.input,
-        state.gate,
-        state.up,
-        state.down,
-        state.kept,
+) -> dict[str, F | None]:
+    """The wanted gradients by name, each brought back from rows to tokens; the others `None`."""
+    backend, layout = state.backend, state.layout
+    if not gradients.wanted:
+        return dict.fromkeys(gradients.names())
+    tokens = row_tokens(backend, layout)
+    found = backend.expert_rows_backward(
+        # Rows are handed over, not held here: the stage lets go of them as soon as it can.
+        backend.take_rows(grad_output, tokens),
+        row_weights(backend, layout, state.weights),
+        layout.expert_offsets,
+        ExpertWeights(state.gate, state.up, state.down),
+        _kept_of_rows(state, tokens, gradients),
         options=state.options,
         gradients=gradients,
     )
-    if found.rows is None:
-        return found, None
-    dtype = backend.dtype(grad_output)
-    return found, backend.copy_backward(found.rows, state.layout, dtype=dtype)
+    weights = None if found.weights is None else slot_values(backend, layout, found.weights)
+    dinput = None
+    if found.input is not None:
+        dinput = backend.copy_backward(found.input, layout, dtype=backend.dtype(grad_output))
+    return {
+        "input": dinput,
+        "weights": weights,
+        "gate": found.gate,
+        "up": found.up,
+        "down": found.down,
+    }
 
 
 def check_backward(
@@ -204,6 +219,16 @@ def check_backward(
     validation.check_unchanged(backend, operands, state.versions)
 
 
+def _kept_of_rows(
+    state: ExpertsState[BackendOf[B, F, I, L]], tokens_R: I, gradients: ExpertsGradientSelection
+) -> Activations[F]:
+    """What the state keeps, with the input's rows gathered again where they will be read."""
+    kept, x_RH = state.kept, None
+    if state.input is not None and (gradients.gate or gradients.up):
+        x_RH = state.backend.take_rows(state.input, tokens_R)
+    return Activations(x_RH, kept.gate_output, kept.up_output, kept.activation)
+
+
 def _experts_backward(
     state: ExpertsState[BackendOf[B, F, I, L]],
     grad_output: F,
@@ -212,11 +237,4 @@ def _experts_backward(
     validation.check_state(state, ExpertsState)
     check_backward(state, grad_output, gradients, state.gradients)
     with state.backend.numerics():
-        found, dinput = run_backward(state, grad_output, gradients)
-    return {
-        "input": dinput,
-        "weights": found.weights,
-        "gate": found.gate,
-        "up": found.up,
-        "down": found.down,
-    }
+        return run_backward(state, grad_output, gradients)

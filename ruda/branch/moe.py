@@ -24,6 +24,7 @@ from ruda.branch.records import (
     MoeBackwardSelected,
     MoeState,
 )
+from ruda.stages.experts import ExpertWeights
 from ruda.stages.options import (
     ExpertsGradientSelection,
     FixedSelection,
@@ -102,7 +103,13 @@ def moe_forward(
         expert_ids = resolved.select_experts(logits, correction_bias, options.selection)
         weights = resolved.router_weights(logits, expert_ids, options.weights)
         output, experts_state = run_forward(
-            resolved, input, expert_ids, weights, gate, up, down, options, _experts_part(gradients)
+            resolved,
+            input,
+            expert_ids,
+            weights,
+            ExpertWeights(gate, up, down),
+            options,
+            _experts_part(gradients),
         )
     return output, MoeState(
         backend=resolved.itself(),
@@ -186,16 +193,11 @@ def _moe_backward(
     check_backward(experts, grad_output, gradients, state.gradients)
     validation.check_unchanged(backend, {"logits": state.logits}, state.versions)
     with backend.numerics():
-        found, dinput = run_backward(experts, grad_output, _experts_part(gradients))
-        dlogits = None
-        if found.weights is not None:
+        found = run_backward(experts, grad_output, _experts_part(gradients))
+        dweights, dlogits = found["weights"], None
+        if dweights is not None:
             dlogits = backend.router_weights_backward(
-                state.logits, experts.layout.expert_ids, found.weights, state.options.weights
+                state.logits, experts.layout.expert_ids, dweights, state.options.weights
             )
-    return {
-        "input": dinput,
-        "logits": dlogits,
-        "gate": found.gate,
-        "up": found.up,
-        "down": found.down,
-    }
+    found["logits"] = dlogits
+    return {name: found[name] for name in gradients.names()}

@@ -12,7 +12,7 @@ from typing import Any, Generic, overload
 
 from ruda.backend import B, B_co, Backend, Floats, Integers
 from ruda.base.tensors import F, I
-from ruda.stages.dispatch import Dispatch
+from ruda.stages.dispatch import RowLayout
 from ruda.stages.experts import Activations
 from ruda.stages.options import (
     ExpertOptions,
@@ -67,7 +67,7 @@ class LayoutField(_Field):
     @overload
     def __get__(self, record: None, owner: object) -> LayoutField: ...
     @overload
-    def __get__(self, record: Record[Integers[I]], owner: object) -> Dispatch[I]: ...
+    def __get__(self, record: Record[Integers[I]], owner: object) -> RowLayout[I]: ...
     def __get__(self, record: Any, owner: object) -> Any:
         return self._read(record)
 

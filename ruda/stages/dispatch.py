@@ -19,7 +19,7 @@ from ruda.stages.options import CombineAccumulation
 
 
 @dataclass(frozen=True, eq=False)
-class Dispatch(Generic[I_co]):
+class RowLayout(Generic[I_co]):
     """Where every (token, slot) went.
 
     `expert_ids` [T, K]; `assignments` [R], the flat (token, slot) index of each row;
@@ -33,19 +33,18 @@ class Dispatch(Generic[I_co]):
     expert_offsets: I_co
 
 
-def row_tokens(backend: Operations[F, I, L], layout: Dispatch[I]) -> I:
+def row_tokens(backend: Operations[F, I, L], layout: RowLayout[I]) -> I:
     """The token of each row [R]."""
     return layout.assignments // backend.shape(layout.positions)[1]
 
 
-def row_weights(backend: Operations[F, I, L], layout: Dispatch[I], weights_TK: F) -> F:
-    """The routing weight of each row, as a column [R, 1]."""
-    rows = backend.shape(layout.assignments)[0]
-    flat_R = backend.reshape(weights_TK, (rows,))
-    return backend.reshape(backend.take_rows(flat_R, layout.assignments), (rows, 1))
+def row_weights(backend: Operations[F, I, L], layout: RowLayout[I], weights_TK: F) -> F:
+    """The routing weight of each row [R]."""
+    flat_R = backend.reshape(weights_TK, backend.shape(layout.assignments))
+    return backend.take_rows(flat_R, layout.assignments)
 
 
-def slot_values(backend: Operations[F, I, L], layout: Dispatch[I], values_R: F) -> F:
+def slot_values(backend: Operations[F, I, L], layout: RowLayout[I], values_R: F) -> F:
     """One value a row brought back to its (token, slot): [T, K]."""
     shape = backend.shape(layout.positions)
     flat = backend.reshape(layout.positions, (shape[0] * shape[1],))
@@ -55,7 +54,7 @@ def slot_values(backend: Operations[F, I, L], layout: Dispatch[I], values_R: F) 
 class DispatchStage(Operations[F, I, L], Protocol[F, I, L]):
     """Rows by expert, and back to tokens."""
 
-    def dispatch(self, expert_ids_TK: I, experts: int, /) -> Dispatch[I]:
+    def dispatch(self, expert_ids_TK: I, experts: int, /) -> RowLayout[I]:
         """Group the rows by expert, ascending, stable in (token, slot) (contract 4)."""
         tokens, slots = self.shape(expert_ids_TK)
         flat_R = self.reshape(expert_ids_TK, (tokens * slots,))
@@ -64,7 +63,7 @@ class DispatchStage(Operations[F, I, L], Protocol[F, I, L]):
         counts_E = self.counts(flat_R, experts)
         zero: I = self.arange(1)
         offsets = self.cumulative_sum(self.concat([zero, counts_E]))
-        return Dispatch(
+        return RowLayout(
             expert_ids_TK, assignments_R, self.reshape(positions_R, (tokens, slots)), offsets
         )
 
@@ -72,7 +71,7 @@ class DispatchStage(Operations[F, I, L], Protocol[F, I, L]):
         self,
         expert_output_RH: F,
         weights_TK: F,
-        layout: Dispatch[I],
+        layout: RowLayout[I],
         /,
         *,
         accumulation: CombineAccumulation,
@@ -97,7 +96,7 @@ class DispatchStage(Operations[F, I, L], Protocol[F, I, L]):
             total_TH = self.cast(self.cast(partial, rounded), compute)
         return self.cast(total_TH, dtype)
 
-    def copy_backward(self, drows_RH: F, layout: Dispatch[I], /, *, dtype: DType) -> F:
+    def copy_backward(self, drows_RH: F, layout: RowLayout[I], /, *, dtype: DType) -> F:
         """dinput_t = sum over slots of the row gradients, in slot order, no weight (contract 7)."""
         compute = wider(self.dtype(drows_RH).compute, dtype.compute)
 

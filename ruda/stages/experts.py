@@ -1,5 +1,9 @@
 """SwiGLU experts over segments of rows, both ways (contract 5, 7).
 
+Rows come in grouped by expert and go out so; where they come from, and where they go, is not known
+here: an owner of experts calls this for rows of tokens on other machines. The activation is one
+seam, `swiglu` and `swiglu_backward`, whoever runs the products.
+
 Values between products are held in one type, `inner`: the storage type D, so that every step rounds
 where the contract marks it, or the compute type C when the caller asked for no roundings. Each step
 widens to C, computes, and narrows to `inner` once.
@@ -10,22 +14,33 @@ Shapes: R rows, H hidden, I intermediate, E experts; N, K any two of the widths.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic, NamedTuple, Protocol
 
 from ruda.base.dtypes import DType, wider
 from ruda.base.operations import Operations
-from ruda.base.strategies import CombineGradientStrategy
+from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy
 from ruda.base.tensors import F, F_co, I, L
-from ruda.stages.dispatch import Dispatch, row_tokens, row_weights, slot_values
 from ruda.stages.options import ExpertOptions, ExpertsGradientSelection, Intermediates
 from ruda.stages.products import ProductsStage
 from ruda.stages.weights import sigmoid
 
 
+class ExpertWeights(NamedTuple, Generic[F]):
+    """The three matrices of every expert: `gate` and `up` [E, I, H], `down` [E, H, I]."""
+
+    gate: F
+    up: F
+    down: F
+
+
 @dataclass(frozen=True, eq=False)
 class Activations(Generic[F_co]):
-    """What a forward pass keeps for its backward: g and u, or a alone, or nothing (contract 7)."""
+    """What a forward keeps of its rows for its backward: of the following what it needs.
 
+    x [R, H] where the gate or up gradient is wanted; g and u [R, I], or a alone (contract 7).
+    """
+
+    input: F_co | None = None
     gate_output: F_co | None = None
     up_output: F_co | None = None
     activation: F_co | None = None
@@ -33,9 +48,9 @@ class Activations(Generic[F_co]):
 
 @dataclass(frozen=True, eq=False)
 class ExpertGradients(Generic[F_co]):
-    """Gradients of the expert stage by row and by expert; `None` is not wanted."""
+    """Gradients by row, of its input [R, H] and weight [R], and by expert; `None`: not wanted."""
 
-    rows: F_co | None = None
+    input: F_co | None = None
     weights: F_co | None = None
     gate: F_co | None = None
     up: F_co | None = None
@@ -56,25 +71,33 @@ def _silu(backend: Operations[F, I, L], gate_RI: F, inner: DType) -> tuple[F, F,
     return g_RI, sigma_RI, s_RI
 
 
-def scale_rows(backend: Operations[F, I, L], x_RN: F, weights_R1: F, dtype: DType) -> F:
+def scale_rows(backend: Operations[F, I, L], x_RN: F, weights_R: F, dtype: DType) -> F:
     """Each row times its routing weight, formed in the wider type, rounded to dtype."""
-    compute = wider(backend.dtype(weights_R1), backend.dtype(x_RN).compute)
+    compute = wider(backend.dtype(weights_R), backend.dtype(x_RN).compute)
+    weights_R1 = backend.reshape(weights_R, (backend.shape(weights_R)[0], 1))
     return backend.cast(backend.cast(x_RN, compute) * backend.cast(weights_R1, compute), dtype)
 
 
 def kept_activations(
-    gate_output: F, up_output: F, activation: F, gradients: ExpertsGradientSelection
+    input: F, gate_output: F, up_output: F, activation: F, gradients: ExpertsGradientSelection
 ) -> Activations[F]:
     """Keep g and u where a gradient passes through them, a alone where only it is read."""
-    if gradients.input or gradients.gate or gradients.up:
-        return Activations(gate_output=gate_output, up_output=up_output)
+    x = input if gradients.gate or gradients.up else None
+    if gradients.input or x is not None:
+        return Activations(input=x, gate_output=gate_output, up_output=up_output)
     if gradients.weights or gradients.down:
         return Activations(activation=activation)
     return Activations()
 
 
+def _kept(tensor: F | None) -> F:
+    """What the forward kept for a gradient that it was told of."""
+    assert tensor is not None
+    return tensor
+
+
 class ExpertsStage(ProductsStage[F, I, L], Protocol[F, I, L]):
-    """SwiGLU over rows, and the whole expert pass."""
+    """SwiGLU over rows, and the whole pass over them."""
 
     def swiglu(self, gate_output_RI: F, up_output_RI: F, /) -> F:
         """The product a = silu(g) * u, each step rounded to the operands' type (contract 5)."""
@@ -94,11 +117,13 @@ class ExpertsStage(ProductsStage[F, I, L], Protocol[F, I, L]):
         compute = inner.compute
         g_RI, sigma_RI, s_RI = _silu(self, gate_output_RI, inner)
         da_C = self.cast(da_RI, compute)
-        m_RI = self.cast(self.cast(da_C * self.cast(up_output_RI, compute), inner), compute)
+        du_RI = self.cast(da_C * s_RI, inner)
         slope_RI = sigma_RI * (g_RI * (-sigma_RI + 1.0) + 1.0)
-        return self.cast(m_RI * slope_RI, inner), self.cast(da_C * s_RI, inner)
+        del g_RI, sigma_RI, s_RI
+        m_RI = self.cast(self.cast(da_C * self.cast(up_output_RI, compute), inner), compute)
+        return self.cast(m_RI * slope_RI, inner), du_RI
 
-    def weight_gradient_rows(
+    def routing_weight_gradient(
         self,
         b_RI: F,
         activation_RI: F,
@@ -112,108 +137,106 @@ class ExpertsStage(ProductsStage[F, I, L], Protocol[F, I, L]):
         products_RI = self.cast(b_RI, compute) * self.cast(activation_RI, compute)
         return self.cast(self.sum(products_RI, axis=-1), dtype)
 
-    def experts_forward(
+    def expert_rows_forward(
         self,
-        input_TH: F,
-        layout: Dispatch[I],
-        gate_EIH: F,
-        up_EIH: F,
-        down_EHI: F,
+        x_RH: F,
+        offsets: I,
+        experts: ExpertWeights[F],
         /,
         *,
         options: ExpertOptions,
         gradients: ExpertsGradientSelection,
     ) -> tuple[F, Activations[F]]:
-        """Expert outputs y [R, H] by row, and what the wanted gradients need (contract 5)."""
-        inner = inner_dtype(self.dtype(input_TH), options.intermediates)
-        offsets, strategy = layout.expert_offsets, options.forward
-        x_RH = self.take_rows(input_TH, row_tokens(self, layout))
-        g_RI = self.grouped_matmul(x_RH, gate_EIH, offsets, dtype=inner, strategy=strategy)
-        u_RI = self.grouped_matmul(x_RH, up_EIH, offsets, dtype=inner, strategy=strategy)
-        a_RI = self.swiglu(g_RI, u_RI)
-        y_RH = self.grouped_matmul(a_RI, down_EHI, offsets, dtype=inner, strategy=strategy)
-        return y_RH, kept_activations(g_RI, u_RI, a_RI, gradients)
+        """Outputs y [R, H] of rows grouped by expert, and what the wanted gradients need of them.
 
-    def experts_backward(
+        `offsets` [E+1] bound each expert's rows (contract 5).
+        """
+        inner = inner_dtype(self.dtype(x_RH), options.intermediates)
+        strategy = options.forward
+        g_RI = self.grouped_matmul(x_RH, experts.gate, offsets, dtype=inner, strategy=strategy)
+        u_RI = self.grouped_matmul(x_RH, experts.up, offsets, dtype=inner, strategy=strategy)
+        a_RI = self.swiglu(g_RI, u_RI)
+        y_RH = self.grouped_matmul(a_RI, experts.down, offsets, dtype=inner, strategy=strategy)
+        return y_RH, kept_activations(x_RH, g_RI, u_RI, a_RI, gradients)
+
+    def expert_rows_backward(
         self,
-        grad_output_TH: F,
-        layout: Dispatch[I],
-        weights_TK: F,
-        input_TH: F | None,
-        gate_EIH: F,
-        up_EIH: F,
-        down_EHI: F,
+        dout_RH: F,
+        weights_R: F,
+        offsets: I,
+        experts: ExpertWeights[F],
         kept: Activations[F],
         /,
         *,
         options: ExpertOptions,
         gradients: ExpertsGradientSelection,
     ) -> ExpertGradients[F]:
-        """The wanted gradients by row and by expert (contract 7); gate and up need `input_TH`."""
-        if not gradients.wanted:
-            return ExpertGradients()
-        storage = self.dtype(grad_output_TH)
-        compute, inner = storage.compute, inner_dtype(storage, options.intermediates)
-        offsets, strategy = layout.expert_offsets, options.backward
-        tokens_R = row_tokens(self, layout)
-        weights_R1 = row_weights(self, layout, weights_TK)
-        through_products = gradients.input or gradients.gate or gradients.up
-        dout_RH = self.take_rows(grad_output_TH, tokens_R)
+        """The wanted gradients by row and by expert (contract 7).
 
-        dweights_TK = ddown_EHI = dgate_EIH = dup_EIH = dx_RH = None
-        b_RI = None
+        `dout_RH` is the upstream gradient of each row's token and `weights_R` the row's routing
+        weight: y entered the output times it. `kept` is what the forward gave.
+        """
+        inner = inner_dtype(self.dtype(dout_RH), options.intermediates)
+        compute, strategy = inner.compute, options.backward
+        through_products = gradients.input or gradients.gate or gradients.up
+
+        b_RI = dweights_R = dgate_EIH = dup_EIH = ddown_EHI = dx_RH = None
         if gradients.weights or through_products:
             b_RI = self.grouped_matmul_transposed(
-                dout_RH, down_EHI, offsets, dtype=inner, strategy=strategy
+                dout_RH, experts.down, offsets, dtype=inner, strategy=strategy
             )
         if gradients.weights or gradients.down:
             a_RI = kept.activation
             if a_RI is None:
-                assert kept.gate_output is not None
-                assert kept.up_output is not None
-                a_RI = self.swiglu(kept.gate_output, kept.up_output)
-            if gradients.weights:
-                assert b_RI is not None
-                dweights_R = self.weight_gradient_rows(
-                    b_RI, a_RI, dtype=self.dtype(weights_TK), strategy=options.combine_backward
+                a_RI = self.swiglu(_kept(kept.gate_output), _kept(kept.up_output))
+            if b_RI is not None and gradients.weights:
+                dweights_R = self.routing_weight_gradient(
+                    b_RI, a_RI, dtype=self.dtype(weights_R), strategy=options.combine_backward
                 )
-                dweights_TK = slot_values(self, layout, dweights_R)
             if gradients.down:
-                dy_RH = scale_rows(self, dout_RH, weights_R1, inner)
-                ddown_EHI = self.grouped_weight_gradient(
+                dy_RH = scale_rows(self, dout_RH, weights_R, inner)
+                ddown_EHI = self.expert_weight_gradient(
                     dy_RH, a_RI, offsets, dtype=compute, strategy=strategy
                 )
                 del dy_RH
             del a_RI
         del dout_RH
+        if b_RI is None or not through_products:
+            return ExpertGradients(weights=dweights_R, down=ddown_EHI)
+        da_RI = scale_rows(self, b_RI, weights_R, inner)
+        del b_RI
+        dg_RI, du_RI = self.swiglu_backward(_kept(kept.gate_output), _kept(kept.up_output), da_RI)
+        del da_RI
+        if gradients.gate:
+            dgate_EIH = self.expert_weight_gradient(
+                dg_RI, _kept(kept.input), offsets, dtype=compute, strategy=strategy
+            )
+        if gradients.up:
+            dup_EIH = self.expert_weight_gradient(
+                du_RI, _kept(kept.input), offsets, dtype=compute, strategy=strategy
+            )
+        del kept
+        if gradients.input:
+            dx_RH = _input_gradient(self, dg_RI, du_RI, offsets, experts, inner, strategy)
+        return ExpertGradients(dx_RH, dweights_R, dgate_EIH, dup_EIH, ddown_EHI)
 
-        if through_products:
-            assert b_RI is not None
-            assert kept.gate_output is not None
-            assert kept.up_output is not None
-            da_RI = scale_rows(self, b_RI, weights_R1, inner)
-            del b_RI
-            dg_RI, du_RI = self.swiglu_backward(kept.gate_output, kept.up_output, da_RI)
-            del da_RI
-            if gradients.gate or gradients.up:
-                assert input_TH is not None
-                x_RH = self.take_rows(input_TH, tokens_R)
-                if gradients.gate:
-                    dgate_EIH = self.grouped_weight_gradient(
-                        dg_RI, x_RH, offsets, dtype=compute, strategy=strategy
-                    )
-                if gradients.up:
-                    dup_EIH = self.grouped_weight_gradient(
-                        du_RI, x_RH, offsets, dtype=compute, strategy=strategy
-                    )
-                del x_RH
-            if gradients.input:
-                from_gate_RH = self.grouped_matmul_transposed(
-                    dg_RI, gate_EIH, offsets, dtype=inner, strategy=strategy
-                )
-                from_up_RH = self.grouped_matmul_transposed(
-                    du_RI, up_EIH, offsets, dtype=inner, strategy=strategy
-                )
-                total_RH = self.cast(from_gate_RH, compute) + self.cast(from_up_RH, compute)
-                dx_RH = self.cast(total_RH, inner)
-        return ExpertGradients(dx_RH, dweights_TK, dgate_EIH, dup_EIH, ddown_EHI)
+
+def _input_gradient(
+    backend: ProductsStage[F, I, L],
+    dg_RI: F,
+    du_RI: F,
+    offsets: I,
+    experts: ExpertWeights[F],
+    inner: DType,
+    strategy: ExpertStrategy,
+) -> F:
+    """dx [R, H]: back through the gate and the up matrix, each rounded, and their sum rounded."""
+    from_gate_RH = backend.grouped_matmul_transposed(
+        dg_RI, experts.gate, offsets, dtype=inner, strategy=strategy
+    )
+    from_up_RH = backend.grouped_matmul_transposed(
+        du_RI, experts.up, offsets, dtype=inner, strategy=strategy
+    )
+    compute = inner.compute
+    total_RH = backend.cast(from_gate_RH, compute) + backend.cast(from_up_RH, compute)
+    return backend.cast(total_RH, inner)

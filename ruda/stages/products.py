@@ -59,7 +59,7 @@ class ProductsStage(Operations[F, I, L], Protocol[F, I, L]):
                 y_RK = self.write_rows(y_RK, start, y)
         return y_RK
 
-    def grouped_weight_gradient(
+    def expert_weight_gradient(
         self, dy_RN: F, x_RK: F, offsets: I, /, *, dtype: DType, strategy: ExpertStrategy
     ) -> F:
         """Sum over each expert's rows of dy times x: [E, N, K] in the compute type `dtype`.

@@ -16,7 +16,7 @@ from torch import Tensor
 import ruda
 from ruda.backend import Backend, BackendOf, BackendTypes
 from ruda.base.tensors import F, I, L
-from ruda.stages.dispatch import Dispatch
+from ruda.stages.dispatch import RowLayout
 from ruda_backend_numpy import NumpyBackend
 from ruda_backend_torch import TorchBackend
 
@@ -37,7 +37,7 @@ def numpy_backend_given(x: FloatArray, cube: FloatArray, options: ruda.MoeOption
     assert_type(state.logits, FloatArray)
     assert_type(state.experts, ruda.ExpertsState[NumpyBackend])
     assert_type(state.experts.input, FloatArray | None)
-    assert_type(state.experts.layout, Dispatch[IntArray])
+    assert_type(state.experts.layout, RowLayout[IntArray])
     assert_type(state.experts.layout.expert_offsets, IntArray)
     assert_type(ruda.moe_route_indices(state), IntArray)
 
@@ -223,7 +223,7 @@ def a_specification_has_the_tensors_of_its_backend(
 ) -> None:
     assert_type(ruda.specification(NumpyBackend()).swiglu(x, x), FloatArray)
     assert_type(ruda.specification(TorchBackend()).swiglu(t, t), Tensor)
-    assert_type(ruda.specification(NumpyBackend()).dispatch(ids, 3), Dispatch[IntArray])
+    assert_type(ruda.specification(NumpyBackend()).dispatch(ids, 3), RowLayout[IntArray])
     written = ruda.specification(NumpyBackend())
     output, state = ruda.moe_forward(x, x, x, x, x, options=options, backend=written)
     assert_type(output, FloatArray)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ruda.backend.registry import AnyBackend
-from ruda.backend.specification import replaced_stages
+from ruda.backend.specification import replaced_stages, stage_bodies
 from ruda.base.dtypes import DType
 from ruda.stages.options import Intermediates
 from ruda.testing.report import SECTIONS, Report
@@ -56,8 +56,8 @@ class Overwriting(NumpyBackend):
 class NarrowGradient(NumpyBackend):
     """A weight gradient rounded to bfloat16 on the way."""
 
-    def grouped_weight_gradient(self, dy: Any, x: Any, offsets: Any, /, **keywords: Any) -> Any:
-        wide = super().grouped_weight_gradient(dy, x, offsets, **keywords)
+    def expert_weight_gradient(self, dy: Any, x: Any, offsets: Any, /, **keywords: Any) -> Any:
+        wide = super().expert_weight_gradient(dy, x, offsets, **keywords)
         return wide.astype(ml_dtypes.bfloat16).astype(wide.dtype)
 
 
@@ -88,12 +88,12 @@ class EightBits(NumpyBackend):
 
 
 class Writing(NumpyBackend):
-    """The input is scaled in place."""
+    """The logits are scaled in place."""
 
-    def experts_forward(self, input: Any, *operands: Any, **keywords: Any) -> Any:
-        result = super().experts_forward(input, *operands, **keywords)
-        if input.flags.writeable:
-            input *= 2
+    def select_experts(self, logits: Any, *operands: Any) -> Any:
+        result = super().select_experts(logits, *operands)
+        if logits.flags.writeable:
+            logits *= 2
         return result
 
 
@@ -136,6 +136,17 @@ def test_a_planted_fault_fails(fault: type[NumpyBackend]) -> None:
 
 def test_a_replaced_kernel_is_compared_with_what_it_replaces() -> None:
     assert _run(SlotOrder(), "test_replaced").sections["replaced kernels"].failed
+
+
+def test_a_kernel_for_every_stage_is_compared() -> None:
+    def kernel(name: str) -> Any:
+        return lambda self, *operands, **more: stage_bodies()[name](self, *operands, **more)
+
+    every = type("Every", (NumpyBackend,), {name: kernel(name) for name in stage_bodies()})
+    report = _run(every(), "test_replaced")
+    assert report.passed, report.table()
+    section = report.sections["replaced kernels"]
+    assert section.passed == len(stage_bodies()) * len(DType)
 
 
 def test_whole_layers_are_made_smaller_where_they_fail(capsys: pytest.CaptureFixture[str]) -> None:

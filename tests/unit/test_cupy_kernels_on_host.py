@@ -157,7 +157,7 @@ def test_copy_backward(cupy_stand_in: CupyOperations, dtype: DType, inner: str) 
 @pytest.mark.parametrize("strategy", CombineGradientStrategy)
 @pytest.mark.parametrize("weights_dtype", FLOATS)
 @pytest.mark.parametrize("dtype", DType)
-def test_weight_gradient_rows(
+def test_routing_weight_gradient(
     cupy_stand_in: CupyOperations,
     dtype: DType,
     weights_dtype: DType,
@@ -166,7 +166,7 @@ def test_weight_gradient_rows(
     compute = wider(weights_dtype, dtype)
     for rows, width in ((19, 1), (5, 31), (9, 33), (300, 129), (2, 2048), (0, 3)):
         b, a = values((rows, width), dtype, 6), values((rows, width), dtype, 7)
-        found = cupy_stand_in.weight_gradient_rows(b, a, dtype=weights_dtype, strategy=strategy)
+        found = cupy_stand_in.routing_weight_gradient(b, a, dtype=weights_dtype, strategy=strategy)
         assert found.dtype == numpy_dtype(weights_dtype)
         # Both orders of summation are wrong by less than what each of their roundings may be.
         products = b.astype(np.longdouble) * a.astype(np.longdouble)
@@ -175,14 +175,14 @@ def test_weight_gradient_rows(
         last = np.finfo(numpy_dtype(weights_dtype)).eps / 2
         allowed = np.abs(products).sum(1) * (unit * (additions + 1) * 1.01 + last)
         assert (np.abs(found - products.sum(1)) <= allowed).all()
-        again = cupy_stand_in.weight_gradient_rows(b, a, dtype=weights_dtype, strategy=strategy)
+        again = cupy_stand_in.routing_weight_gradient(b, a, dtype=weights_dtype, strategy=strategy)
         assert_same_bits("repeat", again, found)
 
 
 def test_a_plane_adds_what_every_lane_has(cupy_stand_in: CupyOperations) -> None:
     ones = np.ones((70, 100), np.float32)
     count = np.arange(7000, dtype=np.float32).reshape(70, 100)
-    found = cupy_stand_in.weight_gradient_rows(
+    found = cupy_stand_in.routing_weight_gradient(
         count, ones, dtype=DType.FLOAT32, strategy=CombineGradientStrategy.PLANE
     )
     assert (found == count.sum(1, dtype=np.float64)).all()

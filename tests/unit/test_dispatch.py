@@ -15,7 +15,7 @@ import pytest
 import ruda
 from ruda.backend.registry import AnyBackend
 from ruda.base.dtypes import DType
-from ruda.stages.dispatch import Dispatch
+from ruda.stages.dispatch import RowLayout
 from ruda.stages.options import CombineAccumulation, RouterScoring
 from ruda.testing.layers import Array, numpy_dtype, random_layer
 
@@ -27,7 +27,7 @@ OPTIONS = ruda.MoeOptions(
 )
 
 
-def laid_out(backend: AnyBackend, ids: Any, experts: int) -> Dispatch[Any]:
+def laid_out(backend: AnyBackend, ids: Any, experts: int) -> RowLayout[Any]:
     index = backend.index(backend.from_numpy(np.asarray(ids)), experts)
     return backend.dispatch(index, experts)
 

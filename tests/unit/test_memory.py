@@ -330,8 +330,8 @@ def _live_tensors(backend: AnyBackend) -> int:
 
 STAGES = (
     "grouped_matmul_transposed",
-    "grouped_weight_gradient",
-    "weight_gradient_rows",
+    "expert_weight_gradient",
+    "routing_weight_gradient",
     "swiglu_backward",
     "router_weights_backward",
     "copy_backward",
@@ -367,7 +367,7 @@ def counting(backend: AnyBackend) -> tuple[AnyBackend, Counter[str]]:
 def test_what_is_not_wanted_is_none_and_not_computed(
     backend: AnyBackend, name: str, kept: str
 ) -> None:
-    if type(backend).experts_backward is not Backend.experts_backward:
+    if type(backend).expert_rows_backward is not Backend.expert_rows_backward:
         pytest.skip(f"{backend.name} has a kernel for the whole pass")
     counts, calls = counting(backend)
     tensors = operands(backend, 8, HID, INNER, 8, DType.FLOAT32)

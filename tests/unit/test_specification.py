@@ -41,8 +41,8 @@ class Passing(NumpyBackend):
 
     name = "passing"
 
-    def experts_forward(self, *operands: Any, **keywords: Any) -> Any:
-        rows, kept = super().experts_forward(*operands, **keywords)
+    def expert_rows_forward(self, *operands: Any, **keywords: Any) -> Any:
+        rows, kept = super().expert_rows_forward(*operands, **keywords)
         return 4 * rows, kept
 
 
@@ -68,7 +68,7 @@ def test_a_kernel_is_used_and_its_specification_is_not(
 
 def test_what_is_replaced() -> None:
     assert "swiglu" in replaced_stages(Doubling)
-    assert "experts_forward" not in replaced_stages(Doubling)
+    assert "expert_rows_forward" not in replaced_stages(Doubling)
     assert replaced_stages(type(ruda.specification(Doubling()))) == ()
     assert {"take_along", "top_k", "router_weights", "combine", "grouped_matmul", "swiglu"} <= set(
         stage_bodies()

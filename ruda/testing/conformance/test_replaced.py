@@ -6,7 +6,7 @@ specification gives the plain result, the same body in long double the exact one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ from ruda.backend.registry import AnyBackend
 from ruda.backend.specification import replaced_stages, specification, stage_bodies
 from ruda.base.dtypes import DType
 from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy
+from ruda.stages.experts import ExpertWeights
 from ruda.stages.options import (
     CombineAccumulation,
     ExpertOptions,
@@ -141,7 +142,7 @@ def _calls(stage: str, of: Inputs) -> list[tuple[tuple[Any, ...], dict[str, Any]
             )
             for d in {dtype, dtype.compute}
         ]
-    if stage == "grouped_weight_gradient":
+    if stage == "expert_weight_gradient":
         pair = (of.floats(of.rows, i), of.floats(of.rows, h))
         return [((*pair, Offsets(of.ids, e)), {"dtype": dtype.compute, **strategy})]
     g, u, da = (of.floats(of.rows, i) for _ in range(3))
@@ -149,22 +150,20 @@ def _calls(stage: str, of: Inputs) -> list[tuple[tuple[Any, ...], dict[str, Any]
         return [((g, u), {})]
     if stage == "swiglu_backward":
         return [((g, u, da), {})]
-    if stage == "weight_gradient_rows":
+    if stage == "routing_weight_gradient":
         return [((g, u), {"dtype": dtype.compute, "strategy": CombineGradientStrategy.SERIAL})]
-    operands = (of.floats(e, i, h), of.floats(e, i, h), of.floats(e, h, i))
-    every = ExpertsGradientSelection.all()
+    experts = ExpertWeights(of.floats(e, i, h), of.floats(e, i, h), of.floats(e, h, i))
+    offsets = Offsets(of.ids, e)
+    x = of.floats(of.rows, h)
+    every: dict[str, Any] = {"gradients": ExpertsGradientSelection.all()}
     both = [ExpertOptions(intermediates=kind) for kind in Intermediates]
-    x = of.floats(t, h)
-    if stage == "experts_forward":
-        return [
-            ((x, Rows(of.ids, e), *operands), {"options": option, "gradients": every})
-            for option in both
-        ]
-    dout = of.floats(t, h)
+    if stage == "expert_rows_forward":
+        return [((x, offsets, experts), {"options": option, **every}) for option in both]
+    dout, weights = of.floats(of.rows, h), of.weights().reshape(-1)
     return [
         (
-            (dout, Rows(of.ids, e), of.weights(), x, *operands, Kept(x, of.ids, operands, option)),
-            {"options": option, "gradients": every},
+            (dout, weights, offsets, experts, Kept(x, offsets, experts, option)),
+            {"options": option, **every},
         )
         for option in both
     ]
@@ -206,18 +205,16 @@ class Kept:
     """The activations a forward would have kept."""
 
     x: Array
-    ids: Array
-    operands: tuple[Array, Array, Array]
+    offsets: Offsets
+    experts: ExpertWeights[Array]
     options: ExpertOptions
 
     def on(self, backend: AnyBackend) -> Any:
         """From the written forward on this backend."""
-        tensors = [_on(backend, array) for array in (self.x, *self.operands)]
-        rows = Rows(self.ids, len(self.operands[0])).on(backend)
-        _, kept = specification(backend).experts_forward(
-            tensors[0],
-            rows,
-            *tensors[1:],
+        _, kept = specification(backend).expert_rows_forward(
+            backend.from_numpy(self.x),
+            self.offsets.on(backend),
+            _on(backend, self.experts),
             options=self.options,
             gradients=ExpertsGradientSelection.all(),
         )
@@ -227,6 +224,8 @@ class Kept:
 def _on(backend: AnyBackend, value: Any) -> Any:
     if isinstance(value, (Rows, Ids, Kept)):
         return value.on(backend)
+    if isinstance(value, ExpertWeights):
+        return ExpertWeights(*map(backend.from_numpy, cast("ExpertWeights[Array]", value)))
     if isinstance(value, np.ndarray):
         return backend.from_numpy(value)
     return value
@@ -235,8 +234,9 @@ def _on(backend: AnyBackend, value: Any) -> Any:
 def _widened(value: Any) -> Any:
     """The same argument in float64."""
     if isinstance(value, Kept):
-        x, *operands = (a.astype(np.float64) for a in (value.x, *value.operands))
-        return Kept(x, value.ids, (operands[0], operands[1], operands[2]), value.options)
+        return replace(value, x=_widened(value.x), experts=_widened(value.experts))
+    if isinstance(value, ExpertWeights):
+        return ExpertWeights(*map(_widened, cast("ExpertWeights[Array]", value)))
     if isinstance(value, np.ndarray):
         array = cast("Array", value)
         return array if np.issubdtype(array.dtype, np.integer) else array.astype(np.float64)
