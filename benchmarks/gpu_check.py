@@ -248,7 +248,7 @@ def parity(arguments: argparse.Namespace) -> int:
     """The relative Frobenius error of each result, and whether the tolerance rule allows it."""
     import ruda
     from ruda.base.strategies import CombineGradientStrategy, Request
-    from ruda.testing.envelope import references
+    from ruda.testing.reference.envelope import references
     from ruda.testing.reference import reference_selection
     from ruda.testing.tolerance import compare
 

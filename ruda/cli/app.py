@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import ruda
-from ruda.cli.atomic import check_destination, write_text
+from ruda.testing.files.atomic import check_destination, write_text
 from ruda.cli.console import CliError, stdout, steps
 from ruda.cli.entry import Cli
 
@@ -91,11 +91,11 @@ def make_layer(
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds, equal layers.")] = 0,
 ) -> None:
     """Make a layer file with a model family's geometry and routing rules."""
-    from ruda.cli import make_layer as maker
-    from ruda.cli.layer_file import write_layer
+    from ruda.testing import family_layer as maker
+    from ruda.testing.files.layers import write_layer
     from ruda.cli.memory import check_memory
     from ruda.cli.parity_report import describe_layer
-    from ruda.families import get_family
+    from ruda.families.table import get_family
 
     chosen = get_family(family)
     storage = ruda.parse_dtype(dtype)
@@ -131,8 +131,8 @@ def forward(
     """Run a layer's forward pass; writes `output`, `expert_ids` and `weights`."""
     from ruda.cli.prepare import prepare
     from ruda.cli.results import print_tensors, run_metadata
-    from ruda.cli.run import run_layer
-    from ruda.cli.tensor_file import write_tensors
+    from ruda.testing.run import run_layer
+    from ruda.testing.files.tensors import write_tensors
 
     chosen, operands = prepare(layer, backend, device, dtype, output)
     with steps(1) as bar, bar.step(f"{chosen.name} on {chosen.device}"):
@@ -159,8 +159,8 @@ def backward(
     """Run a layer forward and backward; writes the wanted ones of the five gradients."""
     from ruda.cli.prepare import prepare
     from ruda.cli.results import parse_gradients, print_tensors, run_metadata
-    from ruda.cli.run import run_layer
-    from ruda.cli.tensor_file import write_tensors
+    from ruda.testing.run import run_layer
+    from ruda.testing.files.tensors import write_tensors
 
     wanted = parse_gradients(gradients)
     chosen, operands = prepare(layer, backend, device, dtype, output)
@@ -193,7 +193,7 @@ def parity(
     ] = None,
 ) -> None:
     """Compare backends with the float64 reference; status 1 if one is out of tolerance."""
-    from ruda.cli import parity as compared
+    from ruda.testing import parity as compared
     from ruda.cli.memory import check_memory
     from ruda.cli.parity_report import print_report, report_to_dict
     from ruda.cli.prepare import read
@@ -252,7 +252,7 @@ def fuzz(
         from ruda.cli import fuzz as fuzzing
     except ModuleNotFoundError as error:
         raise CliError(f"{error.name} is not installed; pip install 'ruda[test]'") from None
-    from ruda.cli.parity import present_backends
+    from ruda.testing.parity import present_backends
 
     names = None if backends is None else [name.strip() for name in backends.split(",")]
     found, absent = present_backends(names, device)

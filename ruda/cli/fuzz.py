@@ -14,10 +14,10 @@ from rich.markup import escape
 
 import ruda
 from ruda.backend.registry import AnyBackend
-from ruda.cli.atomic import check_destination
+from ruda.testing.files.atomic import check_destination
 from ruda.cli.console import CliError, table
-from ruda.cli.layer_file import write_layer
-from ruda.testing.fuzz import Finding, Tally, hunt
+from ruda.testing.files.layers import write_layer
+from ruda.testing.specimens.fuzz import Finding, Tally, hunt
 
 EXAMPLES = 100
 """What a round tries at most."""
@@ -97,8 +97,8 @@ def _report(
     _say(
         console,
         "import ruda\n"
-        "from ruda.testing.properties import first_fault\n"
-        "from ruda.testing.specimen import *\n\n"
+        "from ruda.testing.specimens.properties import first_fault\n"
+        "from ruda.testing.specimens.specimen import *\n\n"
         f'backend = ruda.get_backend("{backend.name}"{argument})\n'
         f"specimen = {specimen!r}\n"
         "print(specimen.layer())\n"

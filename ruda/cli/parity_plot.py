@@ -10,10 +10,10 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ruda.cli.atomic import replacing
+from ruda.testing.files.atomic import replacing
 from ruda.cli.console import CliError
 from ruda.cli.histogram import load_summary
-from ruda.cli.parity import TENSORS, ParityReport, TensorReport
+from ruda.testing.parity import TENSORS, ParityReport, TensorReport
 from ruda.cli.parity_report import describe_layer, tensor_label
 
 FORMATS = ("png", "svg", "pdf")

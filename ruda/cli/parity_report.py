@@ -13,8 +13,8 @@ from rich.table import Table
 import ruda
 from ruda.cli.console import table
 from ruda.cli.histogram import load_lines
-from ruda.cli.options_json import options_to_dict
-from ruda.cli.parity import BackendReport, ParityReport, TensorReport
+from ruda.testing.files.options import options_to_dict
+from ruda.testing.parity import BackendReport, ParityReport, TensorReport
 from ruda.testing.layers import Layer
 
 _PASSED = "[green]passed[/]"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import ruda
 from ruda.backend.registry import AnyBackend
-from ruda.cli.atomic import check_destination
+from ruda.testing.files.atomic import check_destination
 from ruda.cli.console import CliError
-from ruda.cli.layer_file import cast_layer, read_layer
+from ruda.testing.files.layers import cast_layer, read_layer
 from ruda.testing.layers import Layer
 
 

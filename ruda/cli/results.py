@@ -13,7 +13,7 @@ from rich.markup import escape
 import ruda
 from ruda.backend.registry import AnyBackend
 from ruda.cli.console import CliError, table
-from ruda.cli.options_json import dump_options
+from ruda.testing.files.options import dump_options
 from ruda.stages.options import MoeGradientSelection
 from ruda.testing.layers import Array, Layer
 

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the kit and print its table."""
     arguments = _arguments(argv)
     try:
-        from ruda.testing.run_kit import run_kit
+        from ruda.testing.kit.run import run_kit
     except ImportError as error:
         sys.stderr.write(f"the kit needs {error.name}: pip install 'ruda[test]'\n")
         return 2

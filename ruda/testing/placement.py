@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ruda.backend.registry import AnyBackend
 from ruda.testing.layers import Array
-from ruda.testing.specimen import Layout
+from ruda.testing.specimens.specimen import Layout
 
 
 class LayoutUnavailableError(Exception):

@@ -16,9 +16,9 @@ import ruda
 from ruda.base.dtypes import DType
 from ruda.base.strategies import ExpertStrategy
 from ruda.cli.app import app
-from ruda.cli.layer_file import write_layer
-from ruda.cli.options_json import dump_options
-from ruda.cli.tensor_file import read_tensors, write_tensors
+from ruda.testing.files.layers import write_layer
+from ruda.testing.files.options import dump_options
+from ruda.testing.files.tensors import read_tensors, write_tensors
 from ruda.stages.options import MoeOptions, RouterScoring, RouterWeightOptions
 from ruda.testing.layers import random_layer
 

@@ -14,13 +14,13 @@ import pytest
 from ruda.base.dtypes import DType
 from ruda.base.errors import ConfigurationError, MoeError
 from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy
-from ruda.cli.atomic import replacing, write_text
+from ruda.testing.files.atomic import replacing, write_text
 from ruda.cli.console import CliError
 from ruda.cli.histogram import load_lines
-from ruda.cli.layer_file import LayerFileError, cast_layer, read_layer, write_layer
-from ruda.cli.options_json import dump_options, load_options
-from ruda.cli.tensor_file import read_tensors, write_tensors
-from ruda.families import FAMILIES
+from ruda.testing.files.layers import LayerFileError, cast_layer, read_layer, write_layer
+from ruda.testing.files.options import dump_options, load_options
+from ruda.testing.files.tensors import read_tensors, write_tensors
+from ruda.families.table import FAMILIES
 from ruda.stages.options import (
     CombineAccumulation,
     FixedSelection,

@@ -15,8 +15,8 @@ from ruda.backend.registry import AnyBackend
 from ruda.backend.specification import replaced_stages, stage_bodies
 from ruda.base.dtypes import DType
 from ruda.stages.options import Intermediates
-from ruda.testing.report import SECTIONS, Report
-from ruda.testing.run_kit import run_kit
+from ruda.testing.kit.report import SECTIONS, Report
+from ruda.testing.kit.run import run_kit
 from ruda_backend_numpy import NumpyBackend
 
 

@@ -18,7 +18,7 @@ import pytest
 import ruda
 from ruda.backend.registry import AnyBackend
 from ruda.base.dtypes import DType
-from ruda.testing.envelope import references
+from ruda.testing.reference.envelope import references
 from ruda.testing.layers import Array, Layer, random_layer
 from ruda.testing.reference import reference_selection
 from ruda.testing.tolerance import assert_exact, compare

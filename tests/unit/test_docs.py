@@ -11,7 +11,7 @@ import pytest
 
 import ruda
 from ruda.backend import registry
-from ruda.testing.run_kit import run_kit
+from ruda.testing.kit.run import run_kit
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import pytest
 
 import ruda
 from ruda.base.dtypes import DType
-from ruda.families import FAMILIES, get_family
+from ruda.families.table import FAMILIES, get_family
 from ruda.testing.reference import Arithmetic, reference_selection, reference_weights
 
 
@@ -40,7 +40,7 @@ def test_unknown_family() -> None:
 
 
 def test_importing_the_table_loads_no_array_library() -> None:
-    code = "import sys, ruda.families; print('numpy' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, ruda.families.table; print('numpy' in sys.modules, 'torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     made = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env

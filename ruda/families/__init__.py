@@ -1,0 +1,1 @@
+"""Model families: what is known of them, by name."""

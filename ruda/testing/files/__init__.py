@@ -1,0 +1,1 @@
+"""Layers, results and options in files."""

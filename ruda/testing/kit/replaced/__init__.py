@@ -1,0 +1,1 @@
+"""Kernels beside the written bodies they replace."""

@@ -1,0 +1,1 @@
+"""The required operations, one by one, with every documented keyword."""

@@ -1,0 +1,1 @@
+"""The contract, section by section, and whole layers."""

@@ -1,0 +1,1 @@
+"""Layers by description: drawn, run, judged, and made smaller where they fail."""
