@@ -9,8 +9,7 @@ Shapes: T tokens, K slots a token, R = T*K rows, E experts, H hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic, NamedTuple, Protocol
 
 from ruda.base.dtypes import DType, wider
 from ruda.base.operations import Operations
@@ -18,8 +17,7 @@ from ruda.base.tensors import F, I, I_co, L
 from ruda.stages.options import CombineAccumulation
 
 
-@dataclass(frozen=True, eq=False)
-class RowLayout(Generic[I_co]):
+class RowLayout(NamedTuple, Generic[I_co]):
     """Where every (token, slot) went.
 
     `expert_ids` [T, K]; `assignments` [R], the flat (token, slot) index of each row;

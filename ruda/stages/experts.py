@@ -13,7 +13,6 @@ Shapes: R rows, H hidden, I intermediate, E experts; N, K any two of the widths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol
 
 from ruda.base.dtypes import DType, wider
@@ -25,16 +24,15 @@ from ruda.stages.products import ProductsStage
 from ruda.stages.weights import sigmoid
 
 
-class ExpertWeights(NamedTuple, Generic[F]):
+class ExpertWeights(NamedTuple, Generic[F_co]):
     """The three matrices of every expert: `gate` and `up` [E, I, H], `down` [E, H, I]."""
 
-    gate: F
-    up: F
-    down: F
+    gate: F_co
+    up: F_co
+    down: F_co
 
 
-@dataclass(frozen=True, eq=False)
-class Activations(Generic[F_co]):
+class Activations(NamedTuple, Generic[F_co]):
     """What a forward keeps of its rows for its backward: of the following what it needs.
 
     x [R, H] where the gate or up gradient is wanted; g and u [R, I], or a alone (contract 7).
@@ -46,8 +44,7 @@ class Activations(Generic[F_co]):
     activation: F_co | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertGradients(Generic[F_co]):
+class ExpertGradients(NamedTuple, Generic[F_co]):
     """Gradients by row, of its input [R, H] and weight [R], and by expert; `None`: not wanted."""
 
     input: F_co | None = None

@@ -268,7 +268,7 @@ def test_what_a_state_keeps(backend: AnyBackend, selection: str, wanted: str) ->
     both = ROWS * 2 * INNER * dtype.itemsize
     activations = {"all": both, "none": 0, "logits": both // 2}[wanted]
     names = {"all": ["gate_output", "up_output"], "none": [], "logits": ["activation"]}[wanted]
-    assert [name for name, value in vars(kept).items() if value is not None] == names
+    assert [name for name, value in kept._asdict().items() if value is not None] == names
     assert sum(storage(value)[1] for value in own_tensors(backend, kept)) == activations
     assert activations <= held(backend, state, [*tensors, ids]) <= activations + ROWS * 64
     if selection == "softmax":
