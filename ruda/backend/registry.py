@@ -23,6 +23,7 @@ from ruda.base.errors import (
 )
 from ruda.base.operations import missing_operations
 from ruda.base.strategies import Request
+from ruda.base.values import shown
 
 AnyBackend: TypeAlias = Backend[Any, Any, Any]
 
@@ -201,7 +202,7 @@ def _make(name: str, device: str | None) -> AnyBackend:
     entry = _entries().get(name)
     if entry is None:
         raise UnknownBackendError(
-            f"backend: expected one of {', '.join(known_backends())}, got {name!r}"
+            f"backend: expected one of {', '.join(known_backends())}, got {shown(name)}"
         )
     if entry.rival:
         raise UnknownBackendError(
@@ -227,7 +228,9 @@ def _make(name: str, device: str | None) -> AnyBackend:
 def _split_target(name: str, target: str) -> tuple[str, str]:
     module, _, attribute = target.partition(":")
     if not module or not attribute:
-        raise UnknownBackendError(f"backend {name!r}: expected 'module:Class', got {target!r}")
+        raise UnknownBackendError(
+            f"backend {shown(name)}: expected 'module:Class', got {shown(target)}"
+        )
     return module, attribute
 
 
@@ -246,7 +249,7 @@ def _load(name: str, entry: _Entry) -> type[AnyBackend]:
 def _check_complete(name: str, kind: object) -> None:
     if not isinstance(kind, type) or Backend not in kind.__mro__:
         raise IncompleteBackendError(
-            f"backend {name!r}: expected a subclass of ruda.Backend, got {kind!r}"
+            f"backend {name!r}: expected a subclass of ruda.Backend, got {shown(kind)}"
         )
     missing = missing_operations(kind)
     if missing:

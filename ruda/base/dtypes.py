@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from ruda.base.errors import DTypeError
+from ruda.base.values import shown
 
 
 class DType(StrEnum):
@@ -48,14 +49,15 @@ INTEGER_NAMES = frozenset(
 
 def parse_dtype(name: str) -> DType:
     """The type with this name, full or short (``bf16``, ``float32``); `DTypeError` otherwise."""
-    short = _SHORT_NAMES.get(name.lower())
+    text = str(name).lower()
+    short = _SHORT_NAMES.get(text)
     if short is not None:
         return short
     try:
-        return DType(name.lower())
+        return DType(text)
     except ValueError:
         known = ", ".join(dtype.value for dtype in DType)
-        raise DTypeError(f"dtype: expected one of {known}, got {name!r}") from None
+        raise DTypeError(f"dtype: expected one of {known}, got {shown(name)}") from None
 
 
 def wider(a: DType, b: DType) -> DType:

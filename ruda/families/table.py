@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ruda.base.dtypes import DType
 from ruda.base.errors import ConfigurationError
+from ruda.base.values import shown
 from ruda.stages.options import (
     GroupedSelection,
     MoeOptions,
@@ -123,5 +124,5 @@ def get_family(name: str) -> Family:
         return FAMILIES[name]
     except KeyError:
         raise ConfigurationError(
-            f"family: expected one of {', '.join(FAMILIES)}, got {name!r}"
+            f"family: expected one of {', '.join(FAMILIES)}, got {shown(name)}"
         ) from None

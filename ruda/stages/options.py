@@ -6,13 +6,14 @@ what needs the number of experts. Both raise `ConfigurationError` before any wor
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Self, TypeAlias, get_args
 
 from ruda.base.errors import ConfigurationError
 from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy
+from ruda.base.values import count, member_of, number, shown, truth
 
 
 class RouterScoring(Enum):
@@ -44,7 +45,7 @@ class SoftmaxSelection:
     top_k: int
 
     def __post_init__(self) -> None:
-        _check_count("SoftmaxSelection.top_k", self.top_k)
+        _normalize(self, top_k=count)
 
     def check(self, experts: int) -> None:
         """Raise `ConfigurationError` if this cannot choose among `experts` experts."""
@@ -67,11 +68,8 @@ class GroupedSelection:
     group_top_two: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("GroupedSelection.top_k", self.top_k)
-        _check_member("GroupedSelection.scoring", self.scoring, RouterScoring)
-        _check_count("GroupedSelection.groups", self.groups)
-        _check_count("GroupedSelection.selected_groups", self.selected_groups)
-        _check_bool("GroupedSelection.group_top_two", self.group_top_two)
+        _normalize(self, top_k=count, scoring=member_of(RouterScoring), groups=count)
+        _normalize(self, selected_groups=count, group_top_two=truth)
         if self.selected_groups > self.groups:
             raise ConfigurationError(
                 f"GroupedSelection.selected_groups: expected 1..{self.groups} (groups), "
@@ -131,17 +129,16 @@ class RouterWeightOptions:
     epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_member("RouterWeightOptions.scoring", self.scoring, RouterScoring)
-        _check_bool("RouterWeightOptions.renormalize", self.renormalize)
-        scale = _check_number("RouterWeightOptions.scale", self.scale)
-        epsilon = _check_number("RouterWeightOptions.epsilon", self.epsilon)
-        if scale <= 0.0:
+        _normalize(
+            self, scoring=member_of(RouterScoring), renormalize=truth, scale=number, epsilon=number
+        )
+        if self.scale <= 0.0:
             raise ConfigurationError(
-                f"RouterWeightOptions.scale: expected a finite number > 0, got {scale}"
+                f"RouterWeightOptions.scale: expected a finite number > 0, got {self.scale}"
             )
-        if epsilon < 0.0:
+        if self.epsilon < 0.0:
             raise ConfigurationError(
-                f"RouterWeightOptions.epsilon: expected a finite number >= 0, got {epsilon}"
+                f"RouterWeightOptions.epsilon: expected a finite number >= 0, got {self.epsilon}"
             )
 
 
@@ -156,12 +153,11 @@ class ExpertOptions:
     intermediates: Intermediates = Intermediates.STORAGE
 
     def __post_init__(self) -> None:
-        owner = type(self).__name__
-        _check_member(f"{owner}.forward", self.forward, ExpertStrategy)
-        _check_member(f"{owner}.backward", self.backward, ExpertStrategy)
-        _check_member(f"{owner}.combine_backward", self.combine_backward, CombineGradientStrategy)
-        _check_member(f"{owner}.combine", self.combine, CombineAccumulation)
-        _check_member(f"{owner}.intermediates", self.intermediates, Intermediates)
+        _normalize(self, forward=member_of(ExpertStrategy), backward=member_of(ExpertStrategy))
+        _normalize(self, combine_backward=member_of(CombineGradientStrategy))
+        _normalize(
+            self, combine=member_of(CombineAccumulation), intermediates=member_of(Intermediates)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,14 +172,16 @@ class MoeOptions(ExpertOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_member("MoeOptions.selection", self.selection, *get_args(Selection))
-        _check_member("MoeOptions.weights", self.weights, RouterWeightOptions)
+        _check_selection(self.selection)
+        if not isinstance(self.weights, RouterWeightOptions):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(
+                f"MoeOptions.weights: expected a RouterWeightOptions, got {shown(self.weights)}"
+            )
 
 
 class _GradientSelection:
     def __post_init__(self) -> None:
-        for name in self.names():
-            _check_bool(f"{type(self).__name__}.{name}", getattr(self, name))
+        _normalize(self, **dict.fromkeys(self.names(), truth))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -228,32 +226,26 @@ class ExpertsGradientSelection(_GradientSelection):
     down: bool = False
 
 
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigurationError(f"{name}: expected an integer >= 1, got {value!r}")
-
-
 def _check_top_k(name: str, top_k: int, experts: int) -> None:
     if top_k > experts:
         raise ConfigurationError(f"{name}: expected 1..{experts} (experts), got {top_k}")
 
 
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name}: expected True or False, got {value!r}")
+def _check_selection(value: object) -> None:
+    if isinstance(value, get_args(Selection)):
+        return
+    kinds = " or ".join(kind.__name__ for kind in get_args(Selection))
+    kind = type(value)
+    if isinstance(value, (list, tuple)) or "shape" in dir(kind):
+        raise ConfigurationError(
+            f"MoeOptions.selection: expected a {kinds}, got {kind.__module__}.{kind.__qualname__}; "
+            "expert ids of your own go into FixedSelection(ids)"
+        )
+    raise ConfigurationError(f"MoeOptions.selection: expected a {kinds}, got {shown(value)}")
 
 
-def _check_member(name: str, value: object, *kinds: type) -> None:
-    if not isinstance(value, kinds):
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        raise ConfigurationError(f"{name}: expected a {expected}, got {value!r}")
-
-
-def _check_number(name: str, value: object) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not abs(value) <= sys.float_info.max  # an integer may be larger than any float
-    ):
-        raise ConfigurationError(f"{name}: expected a finite number, got {value!r}")
-    return float(value)
+def _normalize(record: object, **kinds: Callable[[str, Any], object]) -> None:
+    """Replace each field named by what its kind makes of it: a number, a truth, a member."""
+    owner = type(record).__name__
+    for field, kind in kinds.items():
+        object.__setattr__(record, field, kind(f"{owner}.{field}", getattr(record, field)))
