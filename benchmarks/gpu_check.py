@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,9 @@ NEEDED = {
     "transformers": "tests against the blocks of transformers",
     "typer": "tests of the command",
     "rich": "tests of the command",
-    "safetensors": "tests of the command",
+    "safetensors": "tests of the command and of layer files",
+    "cattrs": "tests of the command and of layer files",
+    "psutil": "tests of the command",
 }
 
 
@@ -248,9 +250,9 @@ def parity(arguments: argparse.Namespace) -> int:
     """The relative Frobenius error of each result, and whether the tolerance rule allows it."""
     import ruda
     from ruda.base.strategies import CombineGradientStrategy, Request
-    from ruda.testing.reference.envelope import references
-    from ruda.testing.reference import reference_selection
-    from ruda.testing.tolerance import compare
+    from ruda.testing.reference.expected import expect
+    from ruda.testing.run import on_host, place_layer
+    from ruda.testing.verdict import judge
 
     names = ("output", "input", "logits", "gate", "up", "down")
     print(f"{PARITY}; relative Frobenius error against the float64 reference, ! is over what is")
@@ -259,8 +261,7 @@ def parity(arguments: argparse.Namespace) -> int:
     over = 0 if backends else 1
     for dtype in ruda.DType:
         layer = _layer(PARITY, dtype)
-        ids = reference_selection(layer.logits, None, layer.options.selection)
-        exact, plain = references(layer, ids)
+        expected = expect(layer)
         for spec, backend in backends:
             if dtype not in backend.dtypes:
                 print(f"{spec:18}{dtype:10} it has no {dtype}")
@@ -268,33 +269,24 @@ def parity(arguments: argparse.Namespace) -> int:
             for strategy in CombineGradientStrategy:
                 if backend.unsupported(Request(strategy=strategy, dtype=dtype)) is not None:
                     continue
-                options = ruda.MoeOptions(
-                    selection=layer.options.selection,
-                    weights=layer.options.weights,
-                    combine_backward=strategy,
+                options = replace(layer.options, combine_backward=strategy)
+                on = replace(place_layer(backend, layer), options=options)
+                output, state = on.forward()
+                gradients = ruda.moe_backward(state, on.grad_output).asdict()
+                ids = ruda.moe_route_indices(state)
+                verdicts = judge(
+                    expected,
+                    on_host(backend, {"expert_ids": ids, "output": output, **gradients}),
                 )
-                operands, grad_output = _moved(backend, layer)
-                output, state = ruda.moe_forward(*operands, options=options, backend=backend)
-                results = {"output": output, **ruda.moe_backward(state, grad_output).asdict()}
-                same_ids = (backend.to_numpy(ruda.moe_route_indices(state)) == ids).all()
-                cells = ""
-                for name in names:
-                    got = backend.to_numpy(results[name])
-                    kind = ruda.DType(got.dtype.name)
-                    verdict = compare(name, got, exact[name], plain[name], kind)
-                    over += not verdict.passed
-                    mark = " " if verdict.passed else "!"
-                    cells += f"{verdict.relative_frobenius:10.2e}{mark}"
-                over += not same_ids
-                note = "" if same_ids else "  other experts chosen!"
+                over += any(not verdict.passed for verdict in verdicts)
+                cells = "".join(
+                    f"{one.relative_frobenius:10.2e}{' ' if one.passed else '!'}"
+                    for one in verdicts
+                )
+                # With other experts chosen, that is all there is to say.
+                note = "" if len(verdicts) > 1 else f"  {verdicts[0]}"
                 print(f"{spec:18}{dtype:10}{strategy.name:10}{cells}{note}", flush=True)
     return 1 if over else 0
-
-
-def _moved(backend: Any, layer: Any) -> tuple[list[Any], Any]:
-    names = ("input", "logits", "gate", "up", "down")
-    operands = [backend.from_numpy(getattr(layer, name)) for name in names]
-    return operands, backend.from_numpy(layer.grad_output)
 
 
 def timing(arguments: argparse.Namespace) -> int:
@@ -322,17 +314,14 @@ def timing(arguments: argparse.Namespace) -> int:
 
 def _timed(backend: Any, layer: Any) -> str:
     import ruda
+    from ruda.testing.run import place_layer
 
-    operands, grad_output = _moved(backend, layer)
-
-    def forward() -> Any:
-        return ruda.moe_forward(*operands, options=layer.options, backend=backend)
-
-    _, state = forward()
-    ahead = _median(backend, forward)
-    back = _median(backend, lambda: ruda.moe_backward(state, grad_output))
+    on = place_layer(backend, layer)
+    _, state = on.forward()
+    ahead = _median(backend, on.forward)
+    back = _median(backend, lambda: ruda.moe_backward(state, on.grad_output))
     try:
-        products = _products(backend, state, operands, grad_output)
+        products = _products(backend, state, list(on.tensors.values()), on.grad_output)
         floors = [_median(backend, product) for product in products]
     except Exception as error:  # a framework without this product has no floor, and a time still
         print(f"  no floor: {type(error).__name__}: {error}")

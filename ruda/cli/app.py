@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 import ruda
-from ruda.testing.files.atomic import check_destination, write_text
 from ruda.cli.console import CliError, stdout, steps
 from ruda.cli.entry import Cli
+from ruda.testing.files.atomic import check_destination, write_text
 
 app = typer.Typer(
     cls=Cli,
@@ -91,21 +91,21 @@ def make_layer(
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds, equal layers.")] = 0,
 ) -> None:
     """Make a layer file with a model family's geometry and routing rules."""
+    from ruda.cli.parity_report import describe_layer
+    from ruda.cli.prepare import check_memory, parse_scale
+    from ruda.families.table import get_family
     from ruda.testing import family_layer as maker
     from ruda.testing.files.layers import write_layer
-    from ruda.cli.memory import check_memory
-    from ruda.cli.parity_report import describe_layer
-    from ruda.families.table import get_family
 
     chosen = get_family(family)
     storage = ruda.parse_dtype(dtype)
-    fraction = maker.parse_scale(scale)
+    fraction = parse_scale(scale)
     needed = maker.layer_bytes(chosen, tokens, fraction, storage)
     check_destination(output)
     check_memory("this layer", needed, "a smaller --scale makes it smaller")
     with steps(chosen.experts + 1) as bar:
         layer = maker.make_layer(
-            chosen, tokens=tokens, scale=fraction, dtype=storage, seed=seed, steps=bar
+            chosen, tokens=tokens, scale=fraction, dtype=storage, seed=seed, step=bar.step
         )
     metadata = {
         "family": chosen.name,
@@ -131,8 +131,8 @@ def forward(
     """Run a layer's forward pass; writes `output`, `expert_ids` and `weights`."""
     from ruda.cli.prepare import prepare
     from ruda.cli.results import print_tensors, run_metadata
-    from ruda.testing.run import run_layer
     from ruda.testing.files.tensors import write_tensors
+    from ruda.testing.run import run_layer
 
     chosen, operands = prepare(layer, backend, device, dtype, output)
     with steps(1) as bar, bar.step(f"{chosen.name} on {chosen.device}"):
@@ -159,8 +159,8 @@ def backward(
     """Run a layer forward and backward; writes the wanted ones of the five gradients."""
     from ruda.cli.prepare import prepare
     from ruda.cli.results import parse_gradients, print_tensors, run_metadata
-    from ruda.testing.run import run_layer
     from ruda.testing.files.tensors import write_tensors
+    from ruda.testing.run import run_layer
 
     wanted = parse_gradients(gradients)
     chosen, operands = prepare(layer, backend, device, dtype, output)
@@ -193,10 +193,9 @@ def parity(
     ] = None,
 ) -> None:
     """Compare backends with the float64 reference; status 1 if one is out of tolerance."""
-    from ruda.testing import parity as compared
-    from ruda.cli.memory import check_memory
     from ruda.cli.parity_report import print_report, report_to_dict
-    from ruda.cli.prepare import read
+    from ruda.cli.prepare import check_memory, read
+    from ruda.testing import parity as compared
 
     names = None if backends is None else [name.strip() for name in backends.split(",")]
     for destination in (plot, json_file):
@@ -212,7 +211,7 @@ def parity(
     found, absent = compared.present_backends(names, device)
     with steps(len(found) + 1) as bar:
         report = compared.measure(
-            str(layer), operands, found, absent, must_serve=names is not None, steps=bar
+            str(layer), operands, found, absent, must_serve=names is not None, step=bar.step
         )
     if json_file is not None:
         write_text(json_file, json.dumps(report_to_dict(report), indent=2, allow_nan=False) + "\n")

@@ -24,7 +24,7 @@ FAULT = 3
 _LONGEST = 600
 _TERMINATED = 128 + signal.SIGTERM
 
-_EXTRA_PACKAGES = frozenset({"numpy", "ml_dtypes", "safetensors", "matplotlib"})
+_EXTRA_PACKAGES = frozenset({"numpy", "ml_dtypes", "safetensors", "cattrs", "psutil", "matplotlib"})
 
 
 class Cli(TyperGroup):

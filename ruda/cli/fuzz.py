@@ -14,8 +14,8 @@ from rich.markup import escape
 
 import ruda
 from ruda.backend.registry import AnyBackend
-from ruda.testing.files.atomic import check_destination
 from ruda.cli.console import CliError, table
+from ruda.testing.files.atomic import check_destination
 from ruda.testing.files.layers import write_layer
 from ruda.testing.specimens.fuzz import Finding, Tally, hunt
 

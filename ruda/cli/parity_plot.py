@@ -10,11 +10,11 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ruda.testing.files.atomic import replacing
 from ruda.cli.console import CliError
-from ruda.cli.histogram import load_summary
-from ruda.testing.parity import TENSORS, ParityReport, TensorReport
-from ruda.cli.parity_report import describe_layer, tensor_label
+from ruda.cli.parity_report import describe_layer, load_summary, tensor_label
+from ruda.testing.files.atomic import replacing
+from ruda.testing.parity import TENSORS, ParityReport
+from ruda.testing.tolerance import Comparison
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -63,18 +63,18 @@ def write_plot(path: Path, report: ParityReport) -> None:
         canvas.print_figure(temporary, format=plot_format(path), dpi=120)
 
 
-def _frobenius(tensor: TensorReport) -> tuple[float, float]:
-    return tensor.comparison.relative_frobenius, tensor.comparison.allowed_frobenius
+def _frobenius(tensor: Comparison) -> tuple[float, float]:
+    return tensor.relative_frobenius, tensor.allowed_frobenius
 
 
-def _largest(tensor: TensorReport) -> tuple[float, float]:
+def _largest(tensor: Comparison) -> tuple[float, float]:
     return tensor.error_ulp, tensor.allowed_ulp
 
 
 def _draw_errors(
     axes: Any,
     report: ParityReport,
-    values: Callable[[TensorReport], tuple[float, float]],
+    values: Callable[[Comparison], tuple[float, float]],
     label: str,
 ) -> None:
     """One panel: allowed as a line across each tensor's column, a marker for each backend."""
@@ -101,7 +101,7 @@ def _draw_errors(
         label = f"{backend.name} {backend.version} ({backend.device})"
         failed = "" if backend.passed else ": FAILED"
         axes.plot([], [], linestyle="", label=f"{label}{failed}", **style)
-    if any(not t.comparison.passed for backend in drawn for t in backend.tensors):
+    if any(not t.passed for backend in drawn for t in backend.tensors):
         axes.plot([], [], label="over the allowed error", **_RING)
 
 
@@ -118,7 +118,7 @@ def _draw_allowed(axes: Any, allowed: list[list[float]]) -> None:
 
 
 def _draw_error(
-    axes: Any, at: tuple[float, float], floor: float, tensor: TensorReport, style: dict[str, Any]
+    axes: Any, at: tuple[float, float], floor: float, tensor: Comparison, style: dict[str, Any]
 ) -> None:
     """One marker, in a ring if the tensor failed; an error of zero is hollow, and says so."""
     x, error = at
@@ -128,7 +128,7 @@ def _draw_error(
     axes.plot(x, y, linestyle="", markersize=6, fillstyle="full" if error > 0 else "none", **style)
     if error == 0:
         axes.annotate("0", (x, y), (0, 7), textcoords="offset points", ha="center", fontsize=8)
-    if not tensor.comparison.passed:
+    if not tensor.passed:
         axes.plot(x, y, **_RING)
 
 

@@ -1,4 +1,4 @@
-"""A parity report as tables for a reader, and as JSON for a program."""
+"""A parity report as tables and a histogram for a reader, and as JSON for a program."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from rich.table import Table
 
 import ruda
 from ruda.cli.console import table
-from ruda.cli.histogram import load_lines
 from ruda.testing.files.options import options_to_dict
-from ruda.testing.parity import BackendReport, ParityReport, TensorReport
-from ruda.testing.layers import Layer
+from ruda.testing.layers import Array, Layer
+from ruda.testing.parity import BackendReport, ParityReport
+from ruda.testing.tolerance import Comparison
 
 _PASSED = "[green]passed[/]"
 _FAILED = "[bold red]FAILED[/]"
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII = ".:-=+*#@"
+_PER_LINE = 64
 
 
 def describe_layer(layer: Layer) -> str:
@@ -94,9 +98,8 @@ def _backend_to_dict(report: BackendReport) -> dict[str, Any]:
     }
 
 
-def _tensor_to_dict(tensor: TensorReport) -> dict[str, Any]:
-    made = tensor.comparison
-    values = {field.name: getattr(made, field.name) for field in fields(made)}
+def _tensor_to_dict(tensor: Comparison) -> dict[str, Any]:
+    values = {field.name: getattr(tensor, field.name) for field in fields(tensor)}
     del values["name"]
     values.update(error_ulp=tensor.error_ulp, allowed_ulp=tensor.allowed_ulp)
     return {name: _finite_or_none(value) for name, value in values.items()}
@@ -125,15 +128,14 @@ def _errors(report: ParityReport) -> Table:
         if backend.fault:
             made.add_row(where, "", "", "", "", "", _FAILED)
         for tensor in backend.tensors:
-            comparison = tensor.comparison
             made.add_row(
                 where,
                 tensor_label(tensor.name),
-                f"{comparison.relative_frobenius:.2e}",
-                f"{comparison.allowed_frobenius:.2e}",
+                f"{tensor.relative_frobenius:.2e}",
+                f"{tensor.allowed_frobenius:.2e}",
                 f"{tensor.error_ulp:.3g}",
                 f"{tensor.allowed_ulp:.3g}",
-                _verdict(comparison.passed),
+                _verdict(tensor.passed),
             )
             where = ""
     return made
@@ -154,9 +156,9 @@ def _summary(report: ParityReport, backend: BackendReport) -> str:
 
 
 def _reasons(backend: BackendReport) -> list[str]:
-    over = [t.comparison for t in backend.tensors if not t.comparison.passed]
+    over = [tensor for tensor in backend.tensors if not tensor.passed]
     return [
-        *(f"{tensor_label(comparison.name)}: {comparison.reason}" for comparison in over),
+        *(f"{tensor_label(tensor.name)}: {tensor.reason}" for tensor in over),
         *(f"{tensor_label(name)}: a second run gave other bits" for name in backend.changed),
     ]
 
@@ -167,3 +169,33 @@ def _milliseconds(seconds: float) -> str:
 
 def _verdict(passed: bool) -> str:
     return _PASSED if passed else _FAILED
+
+
+def load_lines(load_E: Array, *, unicode: bool) -> list[str]:
+    """The histogram, lines of at most 64 experts with the first and last id, then a summary."""
+    ramp = _BLOCKS if unicode else _ASCII
+    peak = int(load_E.max())
+    bars = "".join(_bar(int(count), peak, ramp) for count in load_E)
+    last = len(bars) - 1
+    width = len(str(last))
+    lines: list[str] = []
+    for first in range(0, len(bars), _PER_LINE):
+        part = bars[first : first + _PER_LINE]
+        lines.append(f"  {first:>{width}} {part} {first + len(part) - 1}")
+    return [*lines, f"  {load_summary(load_E)}"]
+
+
+def load_summary(load_E: Array) -> str:
+    """Extremes, mean, and how many experts have nothing to do."""
+    idle = int((load_E == 0).sum())
+    return (
+        f"least {int(load_E.min())}, mean {float(load_E.mean()):.4g}, most {int(load_E.max())}; "
+        f"{idle} of {len(load_E)} experts idle"
+    )
+
+
+def _bar(count: int, peak: int, ramp: str) -> str:
+    """Blank for none; any load at all is visible."""
+    if not count:
+        return " "
+    return ramp[-(-count * len(ramp) // peak) - 1]

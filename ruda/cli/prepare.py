@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
+
+import psutil
 
 import ruda
 from ruda.backend.registry import AnyBackend
-from ruda.testing.files.atomic import check_destination
 from ruda.cli.console import CliError
+from ruda.testing.files.atomic import check_destination
 from ruda.testing.files.layers import cast_layer, read_layer
 from ruda.testing.layers import Layer
 
@@ -29,3 +32,30 @@ def prepare(
             raise CliError(f"{output}: is the layer file itself")
     layer = read(path, dtype)
     return ruda.get_backend(backend, device=device), layer
+
+
+def check_memory(what: str, needed: int, advice: str) -> None:
+    """Raise `CliError` if `needed` bytes are more than this machine has free.
+
+    It is asked before the work starts, not learnt from a killed process.
+    """
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise CliError(
+            f"{what} needs about {_gib(needed)} of memory, and {_gib(free)} are free; {advice}"
+        )
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def parse_scale(text: str) -> Fraction:
+    """A positive fraction such as ``1/4``, or a decimal."""
+    try:
+        scale = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        scale = Fraction(0)
+    if scale <= 0:
+        raise CliError(f"--scale: expected a number > 0 such as 1/4 or 0.25, got {text!r}")
+    return scale

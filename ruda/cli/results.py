@@ -13,8 +13,8 @@ from rich.markup import escape
 import ruda
 from ruda.backend.registry import AnyBackend
 from ruda.cli.console import CliError, table
-from ruda.testing.files.options import dump_options
 from ruda.stages.options import MoeGradientSelection
+from ruda.testing.files.options import dump_options
 from ruda.testing.layers import Array, Layer
 
 

@@ -10,12 +10,14 @@ Legend: T tokens, H hidden, I intermediate, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 
 import numpy as np
 
 from ruda.base.dtypes import DType
-from ruda.cli.console import CliError, Steps
+from ruda.base.errors import ConfigurationError
 from ruda.families.table import Family
 from ruda.testing.layers import Array, Layer, numpy_dtype
 
@@ -24,23 +26,12 @@ _LOGITS_SPREAD = 2.0
 _SHARED = 0.5
 
 
-def parse_scale(text: str) -> Fraction:
-    """A positive fraction such as ``1/4``, or a decimal."""
-    try:
-        scale = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        scale = Fraction(0)
-    if scale <= 0:
-        raise CliError(f"--scale: expected a number > 0 such as 1/4 or 0.25, got {text!r}")
-    return scale
-
-
 def scaled_geometry(family: Family, scale: Fraction) -> tuple[int, int]:
     """H and I of a scaled family; experts, groups and top-k stay as they are."""
     hidden, intermediate = round(family.hidden * scale), round(family.intermediate * scale)
     if min(hidden, intermediate) < 1:
-        raise CliError(
-            f"--scale: {scale} leaves nothing of {family.name} "
+        raise ConfigurationError(
+            f"scale: {scale} leaves nothing of {family.name} "
             f"(hidden {family.hidden}, intermediate {family.intermediate})"
         )
     return hidden, intermediate
@@ -55,16 +46,22 @@ def layer_bytes(family: Family, tokens: int, scale: Fraction, dtype: DType) -> i
 
 
 def make_layer(
-    family: Family, *, tokens: int, scale: Fraction, dtype: DType, seed: int, steps: Steps
+    family: Family,
+    *,
+    tokens: int,
+    scale: Fraction,
+    dtype: DType,
+    seed: int,
+    step: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> Layer:
-    """The layer; equal arguments, equal layers. Takes `family.experts` + 1 steps."""
+    """The layer; equal arguments, equal layers. `step` is entered `family.experts` + 1 times."""
     H, I = scaled_geometry(family, scale)
     E = family.experts
     rng = np.random.default_rng(seed)
     storage = numpy_dtype(dtype)
     logits_dtype = family.logits_dtype(dtype)
 
-    with steps.step("hidden states and router"), np.errstate(all="ignore"):
+    with step("hidden states and router"), np.errstate(all="ignore"):
         x_TH = _hidden_states(rng, tokens, H)
         logits_TE = x_TH @ (rng.standard_normal((E, H)) * (_LOGITS_SPREAD * H**-0.5)).T
         bias_E = _correction_bias(logits_TE) if family.has_correction_bias else None
@@ -74,7 +71,7 @@ def make_layer(
     up_EIH = np.empty((E, I, H), storage)
     down_EHI = np.empty((E, H, I), storage)
     for e in range(E):
-        with steps.step("experts"):
+        with step("experts"):
             gate_EIH[e] = rng.standard_normal((I, H)) * H**-0.5
             up_EIH[e] = rng.standard_normal((I, H)) * H**-0.5
             down_EHI[e] = rng.standard_normal((H, I)) * I**-0.5

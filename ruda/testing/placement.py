@@ -1,8 +1,9 @@
-"""Moving a layer's operands to a backend, in the memory layouts its specimen asks for."""
+"""Moving an array to a backend, to lie in its memory as asked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,22 @@ from numpy.lib.stride_tricks import as_strided
 
 from ruda.backend.registry import AnyBackend
 from ruda.testing.layers import Array
-from ruda.testing.specimens.specimen import Layout
+
+
+class Layout(Enum):
+    """How a tensor lies in memory; the values are the same."""
+
+    CONTIGUOUS = "contiguous"
+    TRANSPOSED = "transposed"
+    """Its last two axes are stored the other way round."""
+    STRIDED = "strided"
+    """Every second element of a wider tensor whose other elements are NaN."""
+    REVERSED = "reversed"
+    """Stored backwards, where the library has negative strides."""
+    BROADCAST = "broadcast"
+    """Stride 0 along the first axis: all of it equal."""
+    READ_ONLY = "read_only"
+    """Not writable, where the library knows such a thing."""
 
 
 class LayoutUnavailableError(Exception):

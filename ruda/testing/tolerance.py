@@ -47,6 +47,18 @@ class Comparison:
     """What `relative_frobenius` may be."""
     max_ulp: float = math.nan
     """Largest error in units in the last place at each reference element's own magnitude."""
+    unit: float = math.nan
+    """The unit in the last place at the reference's largest magnitude."""
+
+    @property
+    def error_ulp(self) -> float:
+        """The largest error in such units."""
+        return self.error / self.unit
+
+    @property
+    def allowed_ulp(self) -> float:
+        """What `error_ulp` may be."""
+        return self.allowed / self.unit
 
     def __str__(self) -> str:
         head = f"{self.name}: {'passed' if self.passed else 'FAILED, ' + self.reason}"
@@ -148,11 +160,13 @@ def _judge_finite(name: str, got: Array, exact: Array, plain: Array, unit: DType
             relative_frobenius=0.0,
             allowed_frobenius=0.0,
             max_ulp=0.0,
+            unit=float(ulp(0.0, unit)),
         )
     error = np.abs(got - exact)
     plain_error = np.abs(plain - exact)
     largest = float(error.max())
-    allowed = 2 * float(plain_error.max()) + 2 * float(ulp(np.abs(exact).max(), unit))
+    last_place = float(ulp(np.abs(exact).max(), unit))
+    allowed = 2 * float(plain_error.max()) + 2 * last_place
     norm = _norm(exact)
     # Below the normal numbers a unit no longer shrinks with the value.
     floor = float(ulp(0.0, unit)) * math.sqrt(exact.size)
@@ -173,6 +187,7 @@ def _judge_finite(name: str, got: Array, exact: Array, plain: Array, unit: DType
         relative_frobenius=_ratio(frobenius, norm),
         allowed_frobenius=_ratio(allowed_frobenius, norm),
         max_ulp=float((error / ulp(exact, unit)).max()),
+        unit=last_place,
     )
 
 

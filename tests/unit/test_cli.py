@@ -14,10 +14,10 @@ import ruda
 from ruda.backend.registry import AnyBackend
 from ruda.base.dtypes import DType
 from ruda.cli.app import app
+from ruda.families.table import FAMILIES, get_family
 from ruda.testing.files.layers import cast_layer, read_layer
 from ruda.testing.files.options import load_options
 from ruda.testing.files.tensors import read_tensors
-from ruda.families.table import FAMILIES, get_family
 from ruda.testing.layers import dtype_of, numpy_dtype
 from ruda.testing.reference import Arithmetic, reference_layer
 from ruda.testing.tolerance import assert_exact

@@ -16,10 +16,10 @@ import ruda
 from ruda.base.dtypes import DType
 from ruda.base.strategies import ExpertStrategy
 from ruda.cli.app import app
+from ruda.stages.options import MoeOptions, RouterScoring, RouterWeightOptions
 from ruda.testing.files.layers import write_layer
 from ruda.testing.files.options import dump_options
 from ruda.testing.files.tensors import read_tensors, write_tensors
-from ruda.stages.options import MoeOptions, RouterScoring, RouterWeightOptions
 from ruda.testing.layers import random_layer
 
 OPTIONS = MoeOptions(
@@ -171,11 +171,17 @@ def _with_options(**changes: Any) -> str:
         (_rewrite({"down": None}), "down: missing"),
         (_rewrite({"w1": np.ones(3)}), "w1: unknown key"),
         (_rewrite({"up": np.ones((4, 5, 4))}), "up: expected float32"),
-        (_rewrite({"up": np.ones((4, 5, 3), "f4")}), "up: expected shape [E, I, H] = [4, 5, 4]"),
+        (
+            _rewrite({"up": np.ones((4, 5, 3), "f4")}),
+            "up: expected [E, I, H] with E = 4, I = 5, H = 4",
+        ),
         (_rewrite({"logits": np.ones((3, 4), "i8")}), "logits: expected float16"),
         (_rewrite({}, options="{}"), "options.version: expected 1"),
         (_rewrite({}, options="?"), "options: not valid JSON"),
-        (_rewrite({}, options=_with_options(combine="atomic")), "options.combine: expected one of"),
+        (
+            _rewrite({}, options=_with_options(combine="atomic")),
+            "MoeOptions.combine: expected one of",
+        ),
         (_rewrite({}, options=_with_options(dropout=0.1)), "options: unknown key 'dropout'"),
         (
             _rewrite({}, options=_with_options(selection={"kind": "softmax", "top_k": 5})),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,10 +17,10 @@ import pytest
 import ruda
 from ruda.backend.registry import AnyBackend
 from ruda.base.dtypes import DType
-from ruda.testing.reference.envelope import references
-from ruda.testing.layers import Array, Layer, random_layer
-from ruda.testing.reference import reference_selection
-from ruda.testing.tolerance import assert_exact, compare
+from ruda.testing.layers import random_layer
+from ruda.testing.reference.expected import Expected, expect
+from ruda.testing.run import on_host, place_layer
+from ruda.testing.verdict import judge
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(DType),
@@ -67,14 +66,6 @@ def _rows() -> list[dict[str, Any]]:
     return rows
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    layer: Layer
-    expert_ids: Array
-    exact: dict[str, Array]
-    plain: dict[str, Array]
-
-
 def _selection(row: dict[str, Any], tokens: int, experts: int, k: int, seed: int) -> Any:
     kind, scoring = row["selection"], row["scoring"]
     if kind == "softmax":
@@ -96,7 +87,7 @@ def _selection(row: dict[str, Any], tokens: int, experts: int, k: int, seed: int
 
 
 @cache
-def case(number: int) -> Case:
+def case(number: int) -> Expected:
     row = ROWS[number]
     tokens, experts = row["tokens"], row["experts"]
     most = min(experts, 20)
@@ -121,14 +112,7 @@ def case(number: int) -> Case:
         bias=row["selection"] in ("bias", "bias_groups", "top_two"),
         seed=number,
     )
-    expert_ids = reference_selection(layer.logits, layer.correction_bias, options.selection)
-    exact, plain = references(layer, expert_ids)
-    return Case(layer, expert_ids, exact, plain)
-
-
-def _coarser(a: DType, b: DType) -> DType:
-    """A float64 result made with float32 routing weights has their last place."""
-    return a if a.itemsize <= b.itemsize else b
+    return expect(layer)
 
 
 ROWS = _rows()
@@ -145,35 +129,9 @@ def test_output_and_gradients(backend: AnyBackend, number: int) -> None:
     layer = found.layer
     if layer.dtype not in backend.dtypes or layer.logits_dtype not in backend.dtypes:
         pytest.skip(f"{backend.name} has no {layer.dtype} or no {layer.logits_dtype}")
-    options = layer.options
-    if isinstance(options.selection, ruda.FixedSelection):
-        ids = backend.from_numpy(options.selection.expert_ids)
-        options = replace(options, selection=ruda.FixedSelection(ids))
-    bias = layer.correction_bias
-    output, state = ruda.moe_forward(
-        *(
-            backend.from_numpy(array)
-            for array in (layer.input, layer.logits, layer.gate, layer.up, layer.down)
-        ),
-        options=options,
-        correction_bias=None if bias is None else backend.from_numpy(bias),
-        backend=backend,
-    )
-    gradients = ruda.moe_backward(state, backend.from_numpy(layer.grad_output))
-    assert_exact("expert_ids", backend.to_numpy(ruda.moe_route_indices(state)), found.expert_ids)
-    storage, compute = layer.dtype, layer.dtype.compute
-    dtypes = {"output": storage, "input": storage, "logits": layer.logits_dtype}
-    for name, tensor in {"output": output, **gradients.asdict()}.items():
-        verdict = compare(
-            name,
-            backend.to_numpy(tensor),
-            found.exact[name],
-            found.plain[name],
-            dtypes.get(name, compute),
-            unit=_coarser(dtypes.get(name, compute), layer.logits_dtype.compute),
-        )
-        assert verdict.passed, str(verdict)
-    for name in ("gate", "up", "down"):
-        slabs = backend.to_numpy(getattr(gradients, name))
-        empty = np.setdiff1d(np.arange(layer.experts), found.expert_ids)
-        assert not slabs[empty].any(), f"{name}: an expert with no rows has a nonzero gradient"
+    on = place_layer(backend, layer)
+    output, state = on.forward()
+    gradients = ruda.moe_backward(state, on.grad_output)
+    results = {"expert_ids": ruda.moe_route_indices(state), "output": output, **gradients.asdict()}
+    failed = [str(one) for one in judge(found, on_host(backend, results)) if not one.passed]
+    assert not failed, "; ".join(failed)

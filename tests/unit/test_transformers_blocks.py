@@ -5,7 +5,7 @@ experts together. Taken apart: its own router on logits that are a leaf of their
 experts on hidden states that are another, so that autograd gives the five gradients of
 `MoeBackward` one by one. `ruda` gets the block's hidden states, router logits, correction bias and
 packed weights, and the options of the block's family: what each `*TopKRouter.forward` of
-transformers 5.24 does. The cases named `published` take their options from `ruda.families.table`, and the
+transformers 5.24 does. The cases named `published` take their options from `ruda.families`, and the
 block's sizes and rules (all but the widths H and I) from the defaults of its configuration class.
 
 The reference is always PyTorch on the CPU in float32; every backend present is compared with it.

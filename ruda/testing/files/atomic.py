@@ -14,20 +14,24 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ruda.cli.console import CliError
+from ruda.base.errors import MoeError
+
+
+class DestinationError(MoeError, OSError):
+    """A file cannot be written where it is wanted; the message names it, and why."""
 
 
 def check_destination(path: Path) -> None:
-    """Raise `CliError` where `path` cannot be written, before the work whose result goes there."""
+    """Raise `DestinationError` where `path` cannot be written, before the work that fills it."""
     target = Path(os.path.realpath(path))
     folder = target.parent
     if not folder.is_dir():
-        raise CliError(f"{path}: the folder {folder} does not exist")
+        raise DestinationError(f"{path}: the folder {folder} does not exist")
     # Renaming over a device, a pipe or a folder would replace it or fail late.
     if target.exists() and not target.is_file():
-        raise CliError(f"{path}: exists and is not a regular file")
+        raise DestinationError(f"{path}: exists and is not a regular file")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise CliError(f"{path}: the folder {folder} is not writable")
+        raise DestinationError(f"{path}: the folder {folder} is not writable")
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Layer files: the operands of one branch as tensors, its options as JSON in the metadata.
 
 Keys: `input`, `logits`, `gate`, `up`, `down`, `grad_output`; `correction_bias` where there is one;
-`expert_ids` where the selection is fixed. Shapes and types are those of contract 1, and are checked
-here, so that an error can name the file and the key.
+`expert_ids` where the selection is fixed. Shapes and types are those of contract 1; an error names
+the file and the key.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ruda.backend.registry import get_backend
 from ruda.base.dtypes import DType
-from ruda.base.errors import DTypeError, MoeError
+from ruda.base.errors import MoeError
+from ruda.branch import validation
+from ruda.stages.options import FixedSelection
+from ruda.stages.selection import select_fixed
 from ruda.testing.files.options import dump_options, load_options
 from ruda.testing.files.tensors import LayerFileError, read_tensors, write_tensors
-from ruda.stages.options import FixedSelection, SoftmaxSelection
-from ruda.testing.layers import Array, Layer, dtype_of, numpy_dtype
+from ruda.testing.layers import Layer, numpy_dtype
 
 __all__ = ["LayerFileError", "cast_layer", "read_layer", "write_layer"]
 
@@ -42,9 +44,7 @@ def read_layer(path: Path) -> Layer:
     try:
         options = load_options(metadata["options"], tensors.pop("expert_ids", None))
         layer = Layer(options=options, **tensors)
-        _check_types(layer)
-        _check_shapes(layer)
-        _check_selection(layer)
+        _check(layer)
     except MoeError as error:
         raise LayerFileError(f"{path}: {error}") from None
     return layer
@@ -80,71 +80,15 @@ def cast_layer(layer: Layer, dtype: DType) -> Layer:
         )
 
 
-def _check_types(layer: Layer) -> None:
-    for key in _REQUIRED:
-        _float_type(key, getattr(layer, key))
-    for key in _STORED:
-        _expect_type(key, getattr(layer, key), layer.dtype, "the type of input")
-    if layer.correction_bias is not None:
-        compute = layer.logits_dtype.compute
-        _expect_type("correction_bias", layer.correction_bias, compute, "the logits' compute type")
-
-
-def _float_type(key: str, tensor: Array) -> None:
-    try:
-        dtype_of(tensor)
-    except DTypeError:
-        raise LayerFileError(
-            f"{key}: expected {', '.join(DType)}, got {tensor.dtype.name}"
-        ) from None
-
-
-def _expect_type(key: str, tensor: Array, dtype: DType, why: str) -> None:
-    if tensor.dtype != numpy_dtype(dtype):
-        raise LayerFileError(f"{key}: expected {dtype} ({why}), got {tensor.dtype.name}")
-
-
-def _check_shapes(layer: Layer) -> None:
-    for key, rank in (("input", 2), ("logits", 2), ("gate", 3)):
-        tensor = getattr(layer, key)
-        if tensor.ndim != rank:
-            raise LayerFileError(f"{key}: expected {rank} axes, got shape {list(tensor.shape)}")
-    T, H, E, I = layer.tokens, layer.hidden, layer.experts, layer.intermediate
-    for axis, size in (("H", H), ("E", E), ("I", I)):
-        if size < 1:
-            raise LayerFileError(f"{'logits' if axis == 'E' else 'gate'}: {axis} is 0")
-    expected = {
-        "logits": ("[T, E]", [T, E]),
-        "gate": ("[E, I, H]", [E, I, H]),
-        "up": ("[E, I, H]", [E, I, H]),
-        "down": ("[E, H, I]", [E, H, I]),
-        "grad_output": ("[T, H]", [T, H]),
-        "correction_bias": ("[E]", [E]),
-    }
-    for key, (axes, shape) in expected.items():
-        tensor = getattr(layer, key)
-        if tensor is not None and list(tensor.shape) != shape:
-            raise LayerFileError(
-                f"{key}: expected shape {axes} = {shape}, got {list(tensor.shape)}"
-            )
-
-
-def _check_selection(layer: Layer) -> None:
-    selection = layer.options.selection
-    selection.check(layer.experts)
-    if isinstance(selection, SoftmaxSelection) and layer.correction_bias is not None:
-        raise LayerFileError("correction_bias: given, but a softmax selection has no place for it")
+def _check(layer: Layer) -> None:
+    """What the branch would refuse is refused here, by the same checks."""
+    backend = get_backend("numpy")
+    tokens, experts, storage = validation.check_experts(
+        backend, layer.input, layer.gate, layer.up, layer.down
+    )
+    validation.check_logits(backend, layer.logits, tokens, experts)
+    selection, bias = layer.options.selection, layer.correction_bias
+    validation.check_selection(backend, layer.options, layer.logits, bias, tokens, experts)
     if isinstance(selection, FixedSelection):
-        _check_ids(selection.expert_ids, layer.tokens, layer.experts)
-
-
-def _check_ids(ids: Any, tokens: int, experts: int) -> None:
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise LayerFileError(f"expert_ids: expected an integer type, got {ids.dtype.name}")
-    if ids.ndim != 2 or ids.shape[0] != tokens or not 1 <= ids.shape[1] <= experts:
-        raise LayerFileError(
-            f"expert_ids: expected shape [{tokens}, 1..{experts}], got {list(ids.shape)}"
-        )
-    outside = (ids < 0) | (ids >= experts)
-    if outside.any():
-        raise LayerFileError(f"expert_ids: expected 0..{experts - 1}, got {int(ids[outside][0])}")
+        select_fixed(backend, selection.expert_ids, experts)
+    validation.check_grad_output(backend, layer.grad_output, tokens, layer.hidden, storage)

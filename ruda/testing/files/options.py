@@ -14,52 +14,32 @@ file from a newer version is never half understood.
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, fields
+from dataclasses import replace
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from ruda.base.errors import ConfigurationError
-from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy
+from cattrs import Converter, transform_error
+from cattrs.errors import ForbiddenExtraKeysError
+from cattrs.strategies import configure_tagged_union
+
+from ruda.base.errors import ConfigurationError, MoeError
+from ruda.base.values import shown
 from ruda.stages.options import (
-    CombineAccumulation,
     FixedSelection,
     GroupedSelection,
-    Intermediates,
     MoeOptions,
-    RouterScoring,
-    RouterWeightOptions,
     Selection,
     SoftmaxSelection,
 )
 
 VERSION = 1
 
-T = TypeVar("T")
-
-_KINDS: dict[str, type[Selection]] = {
-    "softmax": SoftmaxSelection,
-    "grouped": GroupedSelection,
-    "fixed": FixedSelection,
-}
-_ENUMS: dict[str, type[Enum]] = {
-    "scoring": RouterScoring,
-    "forward": ExpertStrategy,
-    "backward": ExpertStrategy,
-    "combine_backward": CombineGradientStrategy,
-    "combine": CombineAccumulation,
-    "intermediates": Intermediates,
-}
+_KINDS = {SoftmaxSelection: "softmax", GroupedSelection: "grouped", FixedSelection: "fixed"}
 
 
 def options_to_dict(options: MoeOptions) -> dict[str, Any]:
     """The options as plain JSON values; the ids of a `FixedSelection` are left out."""
-    result = {"version": VERSION, **_plain(options)}
-    selection = options.selection
-    kind = next(kind for kind, made in _KINDS.items() if type(selection) is made)
-    values = {} if isinstance(selection, FixedSelection) else _plain(selection)
-    result["selection"] = {"kind": kind, **values}
-    result["weights"] = _plain(options.weights)
-    return result
+    return {"version": VERSION, **_CONVERTER.unstructure(options)}
 
 
 def dump_options(options: MoeOptions) -> str:
@@ -73,75 +53,33 @@ def load_options(text: str, expert_ids: Any = None) -> MoeOptions:
     Raises `ConfigurationError` for anything that is not exactly such options, and where ids are
     given but not asked for or the other way round.
     """
-    values = _object("options", _parse(text))
+    values = _parse(text)
     if values.pop("version", None) != VERSION:
         raise ConfigurationError(f"options.version: expected {VERSION}")
-    for name in ("selection", "weights"):
-        if name not in values:
-            raise ConfigurationError(f"options.{name} is missing")
-    selection = _selection(_object("options.selection", values["selection"]), expert_ids)
-    weights = _object("options.weights", values["weights"])
-    values["selection"] = selection
-    values["weights"] = _make("options.weights", RouterWeightOptions, weights)
-    return _make("options", MoeOptions, values)
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {
-        name: value.value if isinstance(value, Enum) else value for name, value in values.items()
-    }
-
-
-def _selection(values: dict[str, Any], expert_ids: Any) -> Selection:
-    kind = values.pop("kind", None)
-    made = _KINDS.get(kind) if isinstance(kind, str) else None
-    if made is None:
-        expected = ", ".join(_KINDS)
-        raise ConfigurationError(
-            f"options.selection.kind: expected one of {expected}, got {kind!r}"
-        )
-    if (made is FixedSelection) != (expert_ids is not None):
-        state = "missing" if expert_ids is None else "given"
-        raise ConfigurationError(f"expert_ids: {state}, but options.selection.kind is {kind!r}")
-    if made is FixedSelection:
-        if values:
-            raise ConfigurationError(f"options.selection: unknown key {next(iter(values))!r}")
-        return FixedSelection(expert_ids)
-    return _make("options.selection", made, values)
-
-
-def _make(where: str, kind: type[T], values: dict[str, Any]) -> T:
-    """A dataclass from its fields, enums by value."""
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            raise ConfigurationError(f"{where}: unknown key {name!r}")
-    for name, field in known.items():
-        if name not in values and field.default is MISSING:
-            raise ConfigurationError(f"{where}.{name} is missing")
-    arguments = {
-        name: _member(f"{where}.{name}", _ENUMS[name], value) if name in _ENUMS else value
-        for name, value in values.items()
-    }
-    return kind(**arguments)
-
-
-def _member(where: str, kind: type[Enum], value: object) -> Enum:
-    for member in kind:
-        if member.value == value:
-            return member
-    expected = ", ".join(str(member.value) for member in kind)
-    raise ConfigurationError(f"{where}: expected one of {expected}, got {value!r}")
-
-
-def _parse(text: str) -> object:
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
+        options = _CONVERTER.structure(values, MoeOptions)
+    # Whatever is wrong, cattrs says it in its own way; the first is enough to begin with.
+    except Exception as error:
+        said, _, where = transform_error(error, "options", _said)[0].rpartition(" @ ")
+        raise ConfigurationError(f"{where}: {said}") from None
+    fixed = isinstance(options.selection, FixedSelection)
+    if fixed != (expert_ids is not None):
+        state = "missing" if fixed else "given"
+        kind = _KINDS[type(options.selection)]
+        raise ConfigurationError(f"expert_ids: {state}, but options.selection.kind is {kind!r}")
+    return replace(options, selection=FixedSelection(expert_ids)) if fixed else options
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        values: object = json.loads(text, object_pairs_hook=_without_repeats)
     except ConfigurationError:
         raise
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"options: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"options: expected an object, got {shown(values)}")
+    return cast("dict[str, Any]", values)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,8 +91,47 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _object(where: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{where}: expected an object, got {value!r}")
-    values = cast(dict[str, Any], value)
-    return dict(values)
+def _said(error: BaseException, kind: Any) -> str:
+    if isinstance(error, MoeError):
+        return str(error)
+    if isinstance(error, ForbiddenExtraKeysError):
+        return f"unknown key {min(error.extra_fields)!r}"
+    if isinstance(error, KeyError):
+        return "missing"
+    return "expected an object"
+
+
+def _make_converter() -> Converter:
+    converter = Converter(forbid_extra_keys=True)
+    # Values are left as they come: the options themselves say what they take. Before the union,
+    # which keeps the hooks it finds.
+    for kind in (bool, int, float):
+        converter.register_structure_hook(kind, lambda value, _: value)
+    converter.register_structure_hook_func(_is_enum, lambda value, _: value)
+    converter.register_unstructure_hook(FixedSelection, lambda _: {})
+    converter.register_structure_hook(FixedSelection, _fixed)
+    configure_tagged_union(Selection, converter, tag_generator=_KINDS.__getitem__, tag_name="kind")
+    structure_union = converter.get_structure_hook(Selection)
+
+    def selection(values: Any, kind: Any) -> Any:
+        tag: object = values.get("kind")
+        if tag not in _KINDS.values():
+            choices = ", ".join(_KINDS.values())
+            raise ConfigurationError(f"kind: expected one of {choices}, got {shown(tag)}")
+        return structure_union(values, kind)
+
+    converter.register_structure_hook(Selection, selection)
+    return converter
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _fixed(values: dict[str, Any], _: Any) -> FixedSelection:
+    if values:
+        raise ForbiddenExtraKeysError(None, FixedSelection, set(values))
+    return FixedSelection(None)
+
+
+_CONVERTER = _make_converter()

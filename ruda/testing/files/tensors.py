@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from ruda.base.errors import MoeError
 from ruda.testing.files.atomic import replacing
@@ -45,18 +46,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
     """Replace `path` by a file with these tensors, once it is complete."""
     dense = {key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()}
-    specs = {
-        key: TensorSpec(
-            dtype=tensor.dtype.name,
-            shape=tensor.shape,
-            data_ptr=tensor.ctypes.data,
-            data_len=tensor.nbytes,
-        )
-        for key, tensor in dense.items()
-    }
     with replacing(path) as temporary:
         try:
-            serialize_file(specs, temporary, dict(metadata))
+            save_file(dense, temporary, dict(metadata))
         except SafetensorError as error:
             raise LayerFileError(f"{path}: cannot be written: {error}") from None
 

@@ -9,13 +9,14 @@ import pytest
 
 from ruda.backend.registry import AnyBackend
 from ruda.base.dtypes import DType
-from ruda.testing.specimens.judge import judge
+from ruda.testing.kit.report import Report, Section
 from ruda.testing.layers import Array
 from ruda.testing.placement import LayoutUnavailableError
-from ruda.testing.kit.report import Report, Section
+from ruda.testing.specimens.run import expected
 from ruda.testing.specimens.shrink import smallest
 from ruda.testing.specimens.specimen import Specimen
 from ruda.testing.tolerance import Comparison, compare
+from ruda.testing.verdict import judge
 
 
 class Checker:
@@ -62,7 +63,9 @@ class Checker:
 
         def check(candidate: Specimen) -> str | None:
             try:
-                verdicts = judge(candidate, run(self.backend, candidate), names)
+                results = run(self.backend, candidate)
+                wanted = {name: results[name] for name in (names or results)}
+                verdicts = judge(expected(candidate), wanted)
             except LayoutUnavailableError as error:
                 pytest.skip(str(error))
             except AssertionError as error:

@@ -1,4 +1,4 @@
-"""One run of the kit: one pytest call over the modules of `ruda.testing.kit`."""
+"""One run of the kit: one pytest call over the modules of this package."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from ruda.backend.registry import AnyBackend
-from ruda.testing import kit as conformance
 from ruda.testing.kit.plugin import Plugin
 from ruda.testing.kit.report import Report
 
-_MODULES = Path(str(conformance.__file__)).parent
+_MODULES = Path(__file__).parent
 
 
 def run_kit(
@@ -30,9 +29,9 @@ def run_kit(
     specimens are made smaller unless `shrinks` is false.
     """
     plugin = Plugin(backend, opened_by, shrinks=shrinks)
-    paths = [str(_MODULES / f"{name}.py") for name in modules] or [str(_MODULES)]
+    paths = [str(path) for name in modules for path in _MODULES.rglob(f"{name}.py")]
     command = [
-        *paths,
+        *(paths or [str(_MODULES)]),
         # Nothing of the place it is started from enters: no configuration, no conftest, no cache.
         f"-c{os.devnull}",
         f"--rootdir={_MODULES}",

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ruda.testing.reference.arithmetic import Arithmetic
 from ruda.testing.layers import Array, Layer
+from ruda.testing.reference.arithmetic import Arithmetic
 from ruda.testing.reference.router import (
     reference_selection,
     reference_weights,

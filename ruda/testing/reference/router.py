@@ -20,8 +20,8 @@ from ruda.stages.options import (
     RouterWeightOptions,
     Selection,
 )
-from ruda.testing.reference.arithmetic import Arithmetic
 from ruda.testing.layers import Array, dtype_of, numpy_dtype
+from ruda.testing.reference.arithmetic import Arithmetic
 
 
 def sigmoid(x: Array) -> Array:

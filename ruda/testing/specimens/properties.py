@@ -15,12 +15,13 @@ import numpy as np
 from ruda.backend.registry import AnyBackend
 from ruda.branch.moe import moe_backward, moe_route_indices
 from ruda.stages.options import FixedSelection
-from ruda.testing.specimens.run import Placed, expected, on_host, placed, run_experts, run_moe
-from ruda.testing.specimens.judge import judge
 from ruda.testing.layers import Array
-from ruda.testing.placement import LayoutUnavailableError
-from ruda.testing.specimens.specimen import Choice, Flaw, Layout, Specimen
+from ruda.testing.placement import Layout, LayoutUnavailableError
+from ruda.testing.run import Placed, on_host
+from ruda.testing.specimens.run import expected, placed, run_experts, run_moe
+from ruda.testing.specimens.specimen import Choice, Flaw, Specimen
 from ruda.testing.tolerance import assert_same_bits
+from ruda.testing.verdict import judge
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def placeable(backend: AnyBackend, specimen: Specimen) -> Specimen:
 
 
 def _within_tolerance(specimen: Specimen, results: dict[str, Array]) -> None:
-    failed = [str(verdict) for verdict in judge(specimen, results) if not verdict.passed]
+    failed = [str(verdict) for verdict in judge(expected(specimen), results) if not verdict.passed]
     assert not failed, "; ".join(failed)
 
 

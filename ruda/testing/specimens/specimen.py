@@ -30,6 +30,7 @@ from ruda.stages.options import (
     SoftmaxSelection,
 )
 from ruda.testing.layers import Array, Layer, numpy_dtype, random_layer
+from ruda.testing.placement import Layout
 
 
 class Choice(Enum):
@@ -65,22 +66,6 @@ class Numbers(Enum):
     """Whole numbers of -2 to 2: readable."""
     NORMAL = "normal"
     """Normally distributed, weights scaled by 1/sqrt(fan in)."""
-
-
-class Layout(Enum):
-    """How a tensor lies in memory; the values are the same."""
-
-    CONTIGUOUS = "contiguous"
-    TRANSPOSED = "transposed"
-    """Its last two axes are stored the other way round."""
-    STRIDED = "strided"
-    """Every second element of a wider tensor whose other elements are NaN."""
-    REVERSED = "reversed"
-    """Stored backwards, where the library has negative strides."""
-    BROADCAST = "broadcast"
-    """Stride 0 along the first axis: all of it equal."""
-    READ_ONLY = "read_only"
-    """Not writable, where the library knows such a thing."""
 
 
 Flaw: TypeAlias = "tuple[str, int, float]"

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from ruda.base.dtypes import DType
 from ruda.stages.options import CombineAccumulation, Intermediates, RouterScoring
-from ruda.testing.specimens.specimen import Choice, Flaw, Layout, Numbers, Routing, Specimen
+from ruda.testing.placement import Layout
+from ruda.testing.specimens.specimen import Choice, Flaw, Numbers, Routing, Specimen
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ import pytest
 from ruda.backend.registry import AnyBackend
 from ruda.base.dtypes import DType
 from ruda.base.strategies import ExpertStrategy, Request
-from ruda.testing.kit.required.calls import calls, gives, shown
 from ruda.testing.kit.plugin import Checker
+from ruda.testing.kit.required.calls import calls, gives, shown
 from ruda.testing.kit.required.test_required_data import index_dtype, numbers
 from ruda.testing.layers import Array, numpy_dtype
 from ruda.testing.tolerance import assert_exact, assert_same_bits

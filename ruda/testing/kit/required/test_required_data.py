@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ruda.base.dtypes import INTEGER_NAMES, DType
-from ruda.testing.kit.required.calls import calls, gives, nearest_even, shown
 from ruda.testing.kit.plugin import Checker
+from ruda.testing.kit.required.calls import calls, gives, nearest_even, shown
 from ruda.testing.layers import Array, numpy_dtype
 from ruda.testing.tolerance import assert_exact, assert_same_bits
 

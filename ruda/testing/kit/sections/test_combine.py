@@ -8,8 +8,8 @@ import pytest
 from ruda.base.dtypes import DType
 from ruda.stages.options import CombineAccumulation, RouterScoring
 from ruda.testing.kit.plugin import Checker
-from ruda.testing.specimens.run import run_moe
 from ruda.testing.layers import Array, numpy_dtype
+from ruda.testing.specimens.run import run_moe
 from ruda.testing.specimens.specimen import Choice, Routing, Specimen
 from ruda.testing.tolerance import assert_exact
 

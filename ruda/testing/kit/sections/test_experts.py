@@ -16,8 +16,9 @@ import ruda
 from ruda.base.dtypes import DType
 from ruda.stages.options import Intermediates, RouterScoring
 from ruda.testing.kit.plugin import Checker
-from ruda.testing.specimens.run import on_host, placed, run_moe
 from ruda.testing.layers import numpy_dtype
+from ruda.testing.run import on_host
+from ruda.testing.specimens.run import placed, run_moe
 from ruda.testing.specimens.specimen import Choice, Flaw, Numbers, Routing, Specimen
 from ruda.testing.tolerance import assert_exact
 

@@ -12,9 +12,11 @@ import pytest
 import ruda
 from ruda.base.dtypes import DType
 from ruda.testing.kit.plugin import Checker
-from ruda.testing.specimens.run import OPERANDS, placed, run_experts, run_moe
+from ruda.testing.placement import Layout
+from ruda.testing.run import OPERANDS
 from ruda.testing.specimens.properties import bad_token_stays_alone, operand_bytes
-from ruda.testing.specimens.specimen import Choice, Layout, Specimen
+from ruda.testing.specimens.run import placed, run_experts, run_moe
+from ruda.testing.specimens.specimen import Choice, Specimen
 from ruda.testing.tolerance import assert_same_bits
 
 SECTION = "9 promises"

@@ -11,10 +11,11 @@ import ruda
 from ruda.base.dtypes import DType
 from ruda.base.strategies import CombineGradientStrategy, ExpertStrategy, Request
 from ruda.testing.kit.plugin import Checker
-from ruda.testing.specimens.run import on_host, placed, run_moe
-from ruda.testing.specimens.judge import judge
+from ruda.testing.run import on_host
+from ruda.testing.specimens.run import expected, placed, run_moe
 from ruda.testing.specimens.specimen import Specimen
 from ruda.testing.tolerance import assert_same_bits
+from ruda.testing.verdict import judge
 
 SECTION = "8 strategies"
 
@@ -40,7 +41,7 @@ def test_served_or_refused(checker: Checker, field: str, strategy: Any, dtype: D
     specimen = Specimen(tokens=9, hidden=8, intermediate=16, dtype=dtype)
     reason = checker.backend.unsupported(Request(strategy=strategy, dtype=dtype))
     if reason is None:
-        for verdict in judge(specimen, _run(checker, specimen, field, strategy)):
+        for verdict in judge(expected(specimen), _run(checker, specimen, field, strategy)):
             checker.verdict(verdict)
         return
     assert reason.strip(), f"unsupported({strategy}, {dtype}): expected a reason"

@@ -10,10 +10,11 @@ import pytest
 import ruda
 from ruda.base.dtypes import INTEGER_NAMES, DType
 from ruda.testing.kit.plugin import Checker
-from ruda.testing.specimens.run import OPERANDS, expected, placed, run_experts, run_moe
-from ruda.testing.specimens.judge import result_dtype
 from ruda.testing.layers import numpy_dtype
+from ruda.testing.run import OPERANDS
+from ruda.testing.specimens.run import expected, placed, run_experts, run_moe
 from ruda.testing.specimens.specimen import Choice, Specimen
+from ruda.testing.verdict import result_dtype
 
 SECTION = "1 shapes and types"
 
@@ -38,7 +39,7 @@ def test_results(checker: Checker, dtype: DType, logits_dtype: DType) -> None:
             results = run(checker.backend, specimen)
             results.pop("expert_ids", None)
             for name, array in results.items():
-                wanted = numpy_dtype(result_dtype(specimen, name))
+                wanted = numpy_dtype(result_dtype(name, dtype, logits_dtype))
                 assert array.dtype == wanted, f"{specimen}: {name} is {array.dtype}, not {wanted}"
                 assert array.shape == shapes[name], f"{specimen}: {name} is {array.shape}"
 

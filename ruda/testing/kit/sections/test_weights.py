@@ -12,9 +12,9 @@ import pytest
 import ruda
 from ruda.base.dtypes import DType
 from ruda.stages.options import RouterScoring, RouterWeightOptions
-from ruda.testing.reference.arithmetic import Arithmetic
 from ruda.testing.kit.plugin import Checker
 from ruda.testing.layers import Array, dtype_of, numpy_dtype
+from ruda.testing.reference.arithmetic import Arithmetic
 from ruda.testing.reference.router import reference_weights, reference_weights_backward
 from ruda.testing.specimens.specimen import Routing, Specimen
 from ruda.testing.tolerance import assert_exact

@@ -6,8 +6,8 @@ import pytest
 
 from ruda.stages.options import RouterScoring
 from ruda.testing.kit.plugin import Checker
-from ruda.testing.specimens.run import run_moe
 from ruda.testing.specimens.fuzz import hunt
+from ruda.testing.specimens.run import run_moe
 from ruda.testing.specimens.specimen import Choice, Routing, Specimen
 
 SECTION = "whole layers"
@@ -19,7 +19,9 @@ def test_random_layers(checker: Checker, seed: int) -> None:
     finding = hunt(checker.backend, seed, examples=25)
     if finding is not None:
         checker.fails(
-            finding.specimen, str(finding.fault), show="ruda.testing.specimens.properties:first_fault"
+            finding.specimen,
+            str(finding.fault),
+            show="ruda.testing.specimens.properties:first_fault",
         )
 
 

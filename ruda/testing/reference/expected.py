@@ -1,4 +1,4 @@
-"""The plain same-type result a backend is compared with, over several ways to compute it.
+"""What a layer must give: exactly, and in its own types, where several ways to compute count.
 
 The rule of `tolerance` allows twice the error of the same arithmetic done by NumPy. On a tiny
 layer one way of computing may be right by luck, and every other then looks wrong; so the
@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ruda.stages.options import CombineAccumulation, FixedSelection
-from ruda.testing.reference.arithmetic import Arithmetic
 from ruda.testing.layers import Array, Layer
-from ruda.testing.reference import ReferenceResult, reference_layer
+from ruda.testing.reference.arithmetic import Arithmetic
+from ruda.testing.reference.branch import ReferenceResult, reference_layer
+from ruda.testing.reference.router import reference_selection
 
 FIELDS = ("output", "input", "logits", "weights", "gate", "up", "down")
 
@@ -46,9 +47,12 @@ def field(result: ReferenceResult, name: str) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Envelope:
-    """What a layer must give, by name of the result."""
+class Expected:
+    """What a layer must give, with these experts; numbers by name of the result."""
 
+    layer: Layer
+    expert_ids: Array
+    """[T, k]"""
     exact: dict[str, Array]
     plain: dict[str, Array]
     """In the contract's types, the worst of several ways; finite where any of them is."""
@@ -56,14 +60,14 @@ class Envelope:
     """Where some ways are finite, and others not."""
 
 
-def references(layer: Layer, expert_ids: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The exact results and the plain same-type results, by name."""
-    found = envelope(layer, expert_ids)
-    return found.exact, found.plain
+def expect(layer: Layer, expert_ids: Array | None = None) -> Expected:
+    """The exact results, the plain ones, and where these are not settled.
 
-
-def envelope(layer: Layer, expert_ids: Array) -> Envelope:
-    """The exact results, the plain ones, and where these are not settled."""
+    `expert_ids` [T, k] takes the place of the layer's own choice.
+    """
+    if expert_ids is None:
+        rule = layer.options.selection
+        expert_ids = reference_selection(layer.logits, layer.correction_bias, rule)
     exact_run = reference_layer(layer, Arithmetic.exact(), expert_ids)
     plain_run = reference_layer(layer, Arithmetic.same_type(layer), expert_ids)
     exact, plain = _fields(exact_run), _fields(plain_run)
@@ -81,7 +85,7 @@ def envelope(layer: Layer, expert_ids: Array) -> Envelope:
         for name, other in way.items():
             edge[name] |= np.isfinite(plain[name]) != np.isfinite(other)
             plain[name] = _worse(exact[name], plain[name], other)
-    return Envelope(exact, plain, edge)
+    return Expected(layer, expert_ids, exact, plain, edge)
 
 
 def _fields(result: ReferenceResult) -> dict[str, Array]:
